@@ -1,0 +1,69 @@
+"""Axis letters, array aliases and the pytrees that cross module borders.
+
+Axis letters, used as suffixes of array names wherever three or more axes meet:
+
+  T query tokens         S stored tokens        C chunk
+  D embedding            F hidden of the ffn    V vocabulary
+  N heads                K key/value heads      H head width
+  J key width of the recurrent matrix           W taps, U channels of a conv
+  L repeats of a stage   P prompt tokens        G members of a group
+  R response tokens      M members replayed at once
+"""
+
+from typing import Any
+
+from flax import struct
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+Tree = Any  # a pytree of arrays
+
+
+@struct.dataclass
+class Span:
+  """The tokens of one call: real ones first, padding behind them.
+
+  Attributes:
+    positions: absolute position of every token, padding included.
+    length: how many of the T tokens are real.
+  """
+
+  positions: Int[Array, "T"]
+  length: Int[Array, ""]
+
+  @property
+  def mask(self) -> Bool[Array, "T"]:
+    """True at real tokens."""
+    return jax.numpy.arange(self.positions.shape[0]) < self.length
+
+
+@struct.dataclass
+class Group:
+  """Responses that share one prompt, and everything an objective needs.
+
+  Attributes:
+    responses: token ids, [G, R] int32; ids at t >= lengths[g] are ignored.
+    lengths: real tokens of each member, at least 1.
+    loss_mask: True where the policy wrote the token and is trained on it.
+    rewards: one scalar a member.
+    advantages: baseline-corrected rewards.
+    old_logprobs: log-probabilities under the policy that the trust region is
+      centred on (untempered, full vocabulary).
+    sampling_logprobs: log-probabilities under the distribution that was
+      sampled from (temperature, top-k and top-p applied).
+    ref_logprobs: log-probabilities under the frozen reference policy.
+    prompt_id: the id of the prompt these responses were made for.
+    loss_denominator: what this group's summed loss is divided by; fixed for
+      the whole step before any replay.
+  """
+
+  responses: Int[Array, "G R"]
+  lengths: Int[Array, "G"]
+  loss_mask: Bool[Array, "G R"]
+  rewards: Float[Array, "G"]
+  advantages: Float[Array, "G"]
+  old_logprobs: Float[Array, "G R"]
+  sampling_logprobs: Float[Array, "G R"]
+  ref_logprobs: Float[Array, "G R"]
+  prompt_id: Int[Array, ""]
+  loss_denominator: Float[Array, ""]
