@@ -1,0 +1,162 @@
+"""Refusals of bad input; each error names the value and the remedy.
+
+Values are checked where they are concrete; under jax.jit a traced array has
+none and passes.
+"""
+
+import jax
+import numpy as np
+
+GRAD_SCOPES = ("response_only", "full", "tail")
+
+
+def concrete(x):
+  """The value as a numpy array, or None where it is traced or absent."""
+  if x is None or isinstance(x, jax.core.Tracer):
+    return None
+  return np.asarray(x)
+
+
+def check_chunk_size(name: str, value: int) -> None:
+  """Refuses sizes below 1."""
+  if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+    raise ValueError(f"{name} is {value!r}: give a positive integer")
+  if value < 1:
+    raise ValueError(f"{name} is {value}: give at least 1 token")
+
+
+def check_scope(grad_scope: str, tail_chunks: int | None) -> None:
+  """Refuses unknown scopes and tail without its number of chunks."""
+  if grad_scope not in GRAD_SCOPES:
+    raise ValueError(f"grad_scope is {grad_scope!r}: use one of {GRAD_SCOPES}")
+  if grad_scope == "tail":
+    if tail_chunks is None or tail_chunks < 0:
+      raise ValueError(
+        f"tail_chunks is {tail_chunks!r}: grad_scope 'tail' needs the number "
+        "of chunks to walk back over, 0 or more"
+      )
+  elif tail_chunks is not None:
+    raise ValueError(
+      f"tail_chunks is {tail_chunks!r} but grad_scope is {grad_scope!r}: only "
+      "grad_scope='tail' takes it"
+    )
+
+
+def check_ids(name: str, ids, vocab_size: int) -> None:
+  """Refuses token ids outside [0, vocab_size)."""
+  values = concrete(ids)
+  if values is None:
+    return
+  bad = np.argwhere((values < 0) | (values >= vocab_size))
+  if len(bad):
+    place = tuple(int(i) for i in bad[0])
+    raise ValueError(
+      f"{name}{list(place)} is {int(values[place])}, outside the vocabulary "
+      f"of {vocab_size}: tokenize with the model's own tokenizer"
+    )
+
+
+def check_prompt(prompt, length, capacity: int | None, vocab_size: int) -> None:
+  """Refuses empty prompts, wrong lengths and ids outside the vocabulary."""
+  shape = np.shape(prompt)
+  if len(shape) != 1 or shape[0] == 0:
+    raise ValueError(
+      f"prompt has shape {shape}: give at least one token id, as [P]"
+    )
+  room = shape[0]
+  if capacity is not None:
+    check_chunk_size("capacity", capacity)
+  real = room if length is None else concrete(length)
+  if real is not None:
+    real = int(real)
+    if not 1 <= real <= room:
+      raise ValueError(
+        f"length is {real} but prompt holds {room} tokens: give 1 to {room}"
+      )
+    if capacity is not None and real - 1 > capacity:
+      raise ValueError(
+        f"the prompt's {real} tokens need a capacity of {real - 1}, which is "
+        f"{capacity}: raise capacity"
+      )
+    values = concrete(prompt)
+    if values is not None:
+      check_ids("prompt", values[:real], vocab_size)
+
+
+def check_responses(
+  responses, lengths, loss_mask, vocab_size: int, max_tokens: int | None = None
+) -> None:
+  """Refuses empty or over-long responses and ids outside the vocabulary."""
+  shape = np.shape(responses)
+  if len(shape) != 2 or 0 in shape:
+    raise ValueError(
+      f"responses have shape {shape}: give [G, R] ids with G, R at least 1"
+    )
+  group_size, room = shape
+  room = room if max_tokens is None else min(room, max_tokens)
+  if np.shape(lengths) != (group_size,):
+    raise ValueError(
+      f"lengths have shape {np.shape(lengths)} but responses have shape "
+      f"{shape}: give one length a member"
+    )
+  if loss_mask is not None and np.shape(loss_mask) != shape:
+    raise ValueError(
+      f"loss_mask has shape {np.shape(loss_mask)} but responses have shape "
+      f"{shape}: give one flag a token"
+    )
+  real = concrete(lengths)
+  if real is None:
+    return
+  for member, value in enumerate(real.tolist()):
+    if not 1 <= value <= room:
+      kind = "empty" if value < 1 else "over-long"
+      raise ValueError(
+        f"member {member} has an {kind} response: lengths[{member}] is "
+        f"{value}, allowed are 1 to {room}"
+      )
+  values = concrete(responses)
+  if values is not None:
+    inside = np.arange(shape[1]) < real[:, None]
+    check_ids("responses", np.where(inside, values, 0), vocab_size)
+
+
+def check_group(group, vocab_size: int, prompt_id) -> None:
+  """Refuses malformed groups and groups made for another prompt."""
+  check_responses(group.responses, group.lengths, group.loss_mask, vocab_size)
+  for name in ("advantages", "rewards"):
+    shape = np.shape(getattr(group, name))
+    if shape != np.shape(group.lengths):
+      raise ValueError(
+        f"group.{name} has shape {shape} but there are "
+        f"{np.shape(group.lengths)[0]} members: give one a member"
+      )
+  advantages = concrete(group.advantages)
+  if advantages is not None and not np.isfinite(advantages).all():
+    member = int(np.argmin(np.isfinite(advantages)))
+    raise ValueError(
+      f"member {member} has advantage {advantages[member]}: its reward is "
+      "missing or not finite"
+    )
+  wanted, given = concrete(prompt_id), concrete(group.prompt_id)
+  if wanted is not None and given is not None and int(wanted) != int(given):
+    raise ValueError(
+      f"the group belongs to prompt {int(given)}, not to prompt "
+      f"{int(wanted)}: replay it over the prompt it was sampled from"
+    )
+
+
+def check_state(state, prompt, length, grad_scope, chunk_size) -> None:
+  """Refuses a state of another prompt length, scope or chunk size."""
+  if state.grad_scope != grad_scope or state.chunk_size != chunk_size:
+    raise ValueError(
+      f"the state was captured with grad_scope {state.grad_scope!r} and "
+      f"chunk_size {state.chunk_size}, wanted are {grad_scope!r} and "
+      f"{chunk_size}: capture it again"
+    )
+  real = concrete(np.shape(prompt)[0] if length is None else length)
+  captured = concrete(state.length)
+  if real is not None and captured is not None and int(real) != captured + 1:
+    raise ValueError(
+      f"the state holds a prompt of {int(captured) + 1} tokens, this one has "
+      f"{int(real)}: capture it again"
+    )

@@ -1,0 +1,148 @@
+"""One group as one transaction: score, objective, replay, reverse walk."""
+
+from collections.abc import Callable
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax.capture import capture, reverse_walk
+from longstraw_jax.checks import check_group, check_state
+from longstraw_jax.models.model import Model, Params
+from longstraw_jax.replay import (
+  check_replay_sizes,
+  replay_members,
+  score_members,
+)
+from longstraw_jax.state import PromptState
+from longstraw_jax.types import Group, Tree
+
+Objective = Callable[[Array, Array, Group], tuple[Array, dict]]
+
+
+def group_gradient(
+  model: Model,
+  params: Params,
+  prompt: Int[Array, "P"],
+  group: Group,
+  objective: Objective,
+  *,
+  chunk_size: int,
+  grad_scope: str = "full",
+  tail_chunks: int | None = None,
+  block_size: int | None = None,
+  members_at_once: int = 1,
+  capacity: int | None = None,
+  length: Int[Array, ""] | int | None = None,
+  page_grad_dtype: str | None = None,
+  state: PromptState | None = None,
+  prompt_id: Int[Array, ""] | int | None = None,
+) -> tuple[Float[Array, ""], dict, dict]:
+  """Loss, gradient and metrics of one group at the memory of one branch.
+
+  Captures the prompt, scores every member without a graph, takes the
+  objective's cotangent on [G, R] once (so it may couple members), replays each
+  member with its row of it, then walks back over the prompt. The gradient
+  equals jax.grad of objective(replay(capture(...))).
+
+  Args:
+    model: the model.
+    params: its parameters.
+    prompt: token ids [P], padded where `length` is given.
+    group: the responses; `group.prompt_id` must be this prompt's.
+    objective: hashable, (logprobs [G, R], entropy [G, R], group) ->
+      (loss, metrics).
+    chunk_size: prompt tokens processed at once.
+    grad_scope: "response_only", "full" or "tail".
+    tail_chunks: as in capture.
+    block_size: response tokens processed at once; R by default.
+    members_at_once: members replayed together. If all of them fit at once in
+      one block, scoring and replay share one forward pass.
+    capacity: as in capture.
+    length: as in capture.
+    page_grad_dtype: of the accumulator of page cotangents; float32 or wider
+      by default.
+    state: a state captured from this prompt with these parameters and this
+      scope; saves the capture.
+    prompt_id: the id that `group` must carry; unchecked if None.
+
+  Returns:
+    The loss, gradients like params.trainable in float32 or wider, and the
+    objective's metrics.
+
+  Raises:
+    ValueError: bad sizes, ids, responses, or a group of another prompt.
+  """
+  check_group(group, model.config.vocab_size, prompt_id)
+  check_replay_sizes(block_size, members_at_once)
+  if state is None:
+    state = capture(
+      model,
+      jax.lax.stop_gradient(params),
+      prompt,
+      chunk_size=chunk_size,
+      grad_scope=grad_scope,
+      tail_chunks=tail_chunks,
+      capacity=capacity,
+      length=length,
+      prompt_id=0 if prompt_id is None else prompt_id,
+    )
+  else:
+    check_state(state, prompt, length, grad_scope, chunk_size)
+  room = group.responses.shape[1]
+  return _group_gradient(
+    model,
+    objective,
+    min(block_size or room, room),
+    members_at_once,
+    page_grad_dtype,
+    params,
+    jnp.asarray(prompt, jnp.int32),
+    group,
+    state,
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _group_gradient(
+  model,
+  objective,
+  block,
+  members_at_once,
+  page_grad_dtype,
+  params,
+  prompt,
+  group,
+  state,
+):
+  responses = jnp.asarray(group.responses, jnp.int32)
+  lengths = jnp.asarray(group.lengths, jnp.int32)
+  scores = score_members(
+    model, block, members_at_once, params, state, responses, lengths
+  )
+  call = lambda logprobs, entropy: objective(logprobs, entropy, group)
+  loss, pull_back, metrics = jax.vjp(call, *scores, has_aux=True)
+  dscores = pull_back(jnp.ones_like(loss))
+  sums = replay_members(
+    model,
+    block,
+    members_at_once,
+    params,
+    state,
+    responses,
+    lengths,
+    dscores,
+    page_grad_dtype,
+  )
+  if state.differentiated:
+    (page_grads,) = sums.priors
+    sums = reverse_walk(
+      model, params, prompt, state, page_grads, sums.replace(priors=())
+    )
+  return loss, sums.params, metrics
+
+
+def add_gradients(total: Tree | None, new: Tree) -> Tree:
+  """Sum of two gradient trees; None counts as zero."""
+  return new if total is None else jax.tree.map(jnp.add, total, new)

@@ -1,0 +1,1 @@
+"""Flax modules and the model that stacks them."""

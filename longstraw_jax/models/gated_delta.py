@@ -1,0 +1,134 @@
+"""Gated DeltaNet mixer of Qwen3.5/3.6: short convolution, delta rule, gate."""
+
+from flax import struct
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from longstraw_jax.config import DeltaConfig
+from longstraw_jax.models.contract import Shapes, State, Update
+from longstraw_jax.models.layers import GatedRMSNorm, dense
+from longstraw_jax.ops.delta_rule import delta_rule_chunked
+from longstraw_jax.ops.precision import wide_dtype, widen
+from longstraw_jax.ops.short_conv import short_conv
+from longstraw_jax.types import Span
+
+L2_EPS = 1e-6
+
+
+@struct.dataclass
+class DeltaCarry:
+  """Fixed-size state of one gated delta mixer."""
+
+  matrix: Float[Array, "N J H"]  # float32 or wider: sums over the whole context
+  conv_tail: Float[Array, "W-1 U"]  # last raw inputs of the short convolution
+
+
+def _log_uniform_decay(key, shape, dtype):
+  """A_log with decay rates uniform in [1, 16], as Mamba 2 starts."""
+  return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def _inverse_softplus_step(key, shape, dtype):
+  """dt_bias with softplus(dt_bias) log-uniform in [1e-3, 1e-1]."""
+  low, high = jnp.log(1e-3), jnp.log(1e-1)
+  step = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
+  return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
+
+
+def _unit_length(x_TNJ):
+  """x / sqrt(|x|^2 + eps) over the head width, in float32 or wider."""
+  x = widen(x_TNJ)
+  return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + L2_EPS)
+
+
+class GatedDelta(nn.Module):
+  """A gated delta rule per value head, fed by a short convolution.
+
+  Projections: [q of all heads; k of all heads; v of all heads], z, b and a.
+  beta = sigmoid(b), g = -exp(A_log) softplus(a + dt_bias); q and k are brought
+  to unit length, q divided by sqrt(J); key head i serves N_value / N_key
+  consecutive value heads. No positions, no rows; see DeltaCarry.
+  """
+
+  sizes: DeltaConfig
+  norm_eps: float
+  delta_block: int
+  dtype: str
+  param_dtype: str
+
+  @nn.compact
+  def __call__(
+    self, x_TD: Float[Array, "T D"], span: Span, state: State
+  ) -> tuple[Float[Array, "T D"], Update]:
+    sizes = self.sizes
+    tokens = x_TD.shape[0]
+    value_width = sizes.num_value_heads * sizes.value_dim
+    linear = lambda width, name: dense(
+      width, self.dtype, self.param_dtype, name
+    )
+    qkv_TU = linear(sizes.conv_channels, "in_proj_qkv")(x_TD)
+    z = linear(value_width, "in_proj_z")(x_TD)
+    beta_TN, g_TN = self._gates(x_TD, linear, span.mask[:, None])
+
+    taps = self.param(
+      "conv",
+      nn.initializers.normal(sizes.conv_width**-0.5),
+      (sizes.conv_width, sizes.conv_channels),
+      self.param_dtype,
+    )
+    u_TU, tail = short_conv(
+      qkv_TU, taps.astype(qkv_TU.dtype), state.carry.conv_tail, span.length
+    )
+    q, k, v = self._heads(jax.nn.silu(u_TU), span.mask[:, None, None])
+    o_TNH, matrix = delta_rule_chunked(
+      q, k, v, beta_TN, g_TN, state.carry.matrix, self.delta_block
+    )
+    z_TNH = z.reshape(tokens, sizes.num_value_heads, sizes.value_dim)
+    y_TNH = GatedRMSNorm(self.norm_eps, self.param_dtype, name="norm")(
+      o_TNH, z_TNH
+    )
+    y_TD = linear(x_TD.shape[-1], "out_proj")(y_TNH.reshape(tokens, -1))
+    carry = DeltaCarry(matrix=matrix, conv_tail=tail)
+    taps = tuple(segment.tap for segment in state.pages)
+    return y_TD, Update(rows={}, carry=carry, taps=taps)
+
+  def _gates(self, x_TD, linear, mask):
+    """Write strength and log decay per value head; padding gets zeros."""
+    heads = (self.sizes.num_value_heads,)
+    a_log = self.param("A_log", _log_uniform_decay, heads, self.param_dtype)
+    dt_bias = self.param(
+      "dt_bias", _inverse_softplus_step, heads, self.param_dtype
+    )
+    b = widen(linear(*heads, "in_proj_b")(x_TD))
+    a = widen(linear(*heads, "in_proj_a")(x_TD))
+    g = -jnp.exp(widen(a_log)) * jax.nn.softplus(a + widen(dt_bias))
+    return jnp.where(mask, jax.nn.sigmoid(b), 0.0), jnp.where(mask, g, 0.0)
+
+  def _heads(self, u_TU, mask):
+    """Splits the convolved channels; key heads repeat for their value heads."""
+    sizes = self.sizes
+    keys = sizes.num_key_heads * sizes.key_dim
+    heads = lambda x, number: x.reshape(x.shape[0], number, -1)
+    q, k, v = jnp.split(u_TU, (keys, 2 * keys), axis=-1)
+    repeats = sizes.num_value_heads // sizes.num_key_heads
+    repeat = lambda x: jnp.repeat(
+      _unit_length(heads(x, sizes.num_key_heads)), repeats, axis=1
+    )
+    q, k = repeat(q) * sizes.key_dim**-0.5, repeat(k)
+    v = widen(heads(v, sizes.num_value_heads))
+    return tuple(jnp.where(mask, x, 0.0) for x in (q, k, v))
+
+  @nn.nowrap
+  def state_shapes(self, tokens: int, dtype: str) -> Shapes:
+    """No rows; the recurrent matrix and the convolution's tail."""
+    del tokens  # the state does not grow
+    sizes = self.sizes
+    matrix = (sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
+    tail = (sizes.conv_width - 1, sizes.conv_channels)
+    carry = DeltaCarry(
+      matrix=jax.ShapeDtypeStruct(matrix, wide_dtype(dtype)),
+      conv_tail=jax.ShapeDtypeStruct(tail, jnp.dtype(dtype)),
+    )
+    return {}, carry

@@ -1,0 +1,252 @@
+"""A language model as stages of repeated layer patterns, one scan a stage."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+from flax import struct, traverse_util
+import flax.linen as nn
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax.config import LayerSpec, ModelConfig
+from longstraw_jax.models.contract import State, Update
+from longstraw_jax.models.layers import ZeroCentredRMSNorm
+from longstraw_jax.models.registry import FFNS, MIXERS, build
+from longstraw_jax.ops.logprobs import logits_of, token_logprobs
+from longstraw_jax.ops.pages import Segment
+from longstraw_jax.state import Pages, tree_zeros
+from longstraw_jax.types import Span, Tree
+
+
+@struct.dataclass
+class Params:
+  """Parameters by whether they learn; gradients exist for trainable only.
+
+  Both are nested dicts and no leaf is in both. Stage parameters are stacked
+  over repeats: stage_0/layer_1/mixer/q_proj/kernel is [L, D, ...].
+  """
+
+  trainable: dict
+  frozen: dict
+
+  def merged(self) -> dict:
+    """All parameters in one nested dict."""
+    flat = traverse_util.flatten_dict(self.trainable)
+    flat |= traverse_util.flatten_dict(self.frozen)
+    return traverse_util.unflatten_dict(flat)
+
+
+def split_params(tree: dict, trainable: Callable[[str], bool]) -> Params:
+  """Sorts leaves by `trainable(path)`, paths written a/b/c."""
+  flat = traverse_util.flatten_dict(tree, sep="/")
+  chosen = {path for path in flat if trainable(path)}
+  pick = lambda keep: traverse_util.unflatten_dict(
+    {path: x for path, x in flat.items() if (path in chosen) == keep}, sep="/"
+  )
+  return Params(trainable=pick(True), frozen=pick(False))
+
+
+class Block(nn.Module):
+  """h += mixer(norm(h)); h += ffn(norm(h))."""
+
+  mixer: nn.Module
+  ffn: nn.Module | None
+  norm_eps: float
+  param_dtype: str
+
+  @nn.compact
+  def __call__(
+    self, x_TD: Float[Array, "T D"], span: Span, state: State
+  ) -> tuple[Float[Array, "T D"], Update]:
+    norm = lambda name: ZeroCentredRMSNorm(
+      self.norm_eps, self.param_dtype, name=name
+    )
+    y_TD, update = self.mixer(norm("mixer_norm")(x_TD), span, state)
+    x_TD = x_TD + y_TD
+    if self.ffn is not None:
+      x_TD = x_TD + self.ffn(norm("ffn_norm")(x_TD))
+    return x_TD, update
+
+
+def make_block(config: ModelConfig, spec: LayerSpec) -> Block:
+  """The unbound module of one layer."""
+  return Block(
+    mixer=build(MIXERS, spec.mixer, config),
+    ffn=None if spec.ffn is None else build(FFNS, spec.ffn, config),
+    norm_eps=config.norm_eps,
+    param_dtype=config.param_dtype,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """The functions of one configuration; holds no arrays, hashable.
+
+  Trees of state and parameters have one entry per stage, `stage_i`, and in it
+  one per layer of the pattern, `layer_j`.
+  """
+
+  config: ModelConfig
+
+  def layers(self):
+    """Yields (stage name, layer name, spec, repeats) from bottom to top."""
+    for i, stage in enumerate(self.config.stages):
+      for j, spec in enumerate(stage.pattern):
+        yield f"stage_{i}", f"layer_{j}", spec, stage.repeats
+
+  def init(
+    self, key: jax.Array, trainable: Callable[[str], bool] = lambda path: True
+  ) -> Params:
+    """Random parameters, stacked over the repeats of each stage.
+
+    Args:
+      key: a typed key.
+      trainable: which leaves learn, by their path a/b/c.
+    """
+    config = self.config
+    keys = iter(jax.random.split(key, config.num_layers + 2))
+    matrix = nn.initializers.normal(config.embed_dim**-0.5)
+    shape = (config.vocab_size, config.embed_dim)
+    tree: dict[str, Any] = {
+      "embed": matrix(next(keys), shape, config.param_dtype),
+      "head": matrix(next(keys), shape[::-1], config.param_dtype),
+      "final_norm": jnp.zeros(config.embed_dim, config.param_dtype),
+    }
+    x_TD = jnp.zeros((1, config.embed_dim), config.dtype)
+    span = Span(positions=jnp.zeros(1, jnp.int32), length=jnp.int32(1))
+    for stage, layer, spec, repeats in self.layers():
+      state = State(pages=(), carry=tree_zeros(self._shapes(spec, 1)[1]))
+      block = make_block(config, spec)
+      make = lambda key, b=block, s=state: b.init(key, x_TD, span, s)["params"]
+      stacked = jnp.stack([next(keys) for _ in range(repeats)])
+      tree.setdefault(stage, {})[layer] = jax.vmap(make)(stacked)
+    return split_params(tree, trainable)
+
+  def _shapes(self, spec: LayerSpec, tokens: int):
+    mixer = make_block(self.config, spec).mixer
+    return mixer.state_shapes(tokens, self.config.dtype)
+
+  def state_shapes(self, tokens: int) -> tuple[Tree, Tree]:
+    """Shapes of all rows of `tokens` tokens and of all carries."""
+    rows: dict[str, dict] = {}
+    carry: dict[str, dict] = {}
+    for stage, layer, spec, repeats in self.layers():
+      stacked = jax.tree.map(
+        lambda x, n=repeats: jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
+        self._shapes(spec, tokens),
+      )
+      rows.setdefault(stage, {})[layer] = stacked[0]
+      carry.setdefault(stage, {})[layer] = stacked[1]
+    return rows, carry
+
+  def hidden(
+    self,
+    params: Params,
+    tokens: Int[Array, "T"],
+    span: Span,
+    segments: tuple[Pages, ...],
+    carry: Tree,
+  ) -> tuple[Float[Array, "T D"], Tree, Tree, tuple]:
+    """Runs one call's tokens through every layer.
+
+    Returns:
+      Final hidden states, the new rows, the new carry, and the taps of every
+      segment as handed on.
+    """
+    tree = params.merged()
+    x_TD = tree["embed"][tokens].astype(self.config.dtype)
+    taps = tuple(segment.taps for segment in segments)
+    rows, new_carry = {}, {}
+    for i, stage in enumerate(self.config.stages):
+      name = f"stage_{i}"
+      body = functools.partial(self._layer, stage.pattern, span)
+      views = [(s.rows[name], s.length, s.start) for s in segments]
+      own_taps = tuple(None if tap is None else tap[name] for tap in taps)
+      (x_TD, own_taps), (rows[name], new_carry[name]) = lax.scan(
+        functools.partial(body, views),
+        (x_TD, own_taps),
+        (tree[name], carry[name], jnp.arange(stage.repeats, dtype=jnp.int32)),
+      )
+      taps = tuple(
+        None if tap is None else tap | {name: own}
+        for tap, own in zip(taps, own_taps, strict=True)
+      )
+    norm = ZeroCentredRMSNorm(self.config.norm_eps, self.config.param_dtype)
+    weight = {"params": {"weight": tree["final_norm"]}}
+    return norm.apply(weight, x_TD), rows, new_carry, taps
+
+  def _layer(self, pattern, span, views, running, inputs):
+    """One repeat of a stage's pattern; the scan's body."""
+    x_TD, taps = running
+    params, carry, index = inputs
+    rows, new_carry = {}, {}
+    for j, spec in enumerate(pattern):
+      name = f"layer_{j}"
+      pages = tuple(
+        Segment(
+          rows=buffers[name],
+          tap=None if tap is None else tap[name],
+          layer=index,
+          length=length,
+          start=start,
+        )
+        for (buffers, length, start), tap in zip(views, taps, strict=True)
+      )
+      apply = make_block(self.config, spec).apply
+      if self.config.remat:
+        apply = jax.checkpoint(apply, prevent_cse=False)
+      state = State(pages=pages, carry=carry[name])
+      x_TD, update = apply({"params": params[name]}, x_TD, span, state)
+      rows[name], new_carry[name] = update.rows, update.carry
+      taps = tuple(
+        None if tap is None else tap | {name: own}
+        for tap, own in zip(taps, update.taps, strict=True)
+      )
+    return (x_TD, taps), (rows, new_carry)
+
+  def logprobs(
+    self,
+    params: Params,
+    hidden_TD: Float[Array, "T D"],
+    targets: Int[Array, "T"],
+  ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
+    """Log-probability of each target and entropy of its distribution."""
+    head = params.merged()["head"].astype(hidden_TD.dtype)
+    block = self.config.logprob_block
+    return token_logprobs(hidden_TD, head, targets, block)
+
+  def logits(
+    self, params: Params, hidden_TD: Float[Array, "T D"]
+  ) -> Float[Array, "T V"]:
+    """Logits of few tokens, as sampling needs them."""
+    head = params.merged()["head"].astype(hidden_TD.dtype)
+    return logits_of(hidden_TD, head)
+
+
+def sequence_logprobs(
+  model: Model, params: Params, tokens: Int[Array, "T"]
+) -> Float[Array, "T-1"]:
+  """log pi(tokens[t + 1] | tokens[: t + 1]) in one conventional pass.
+
+  No state, no chunks, differentiable by plain jax.grad: the oracle that
+  everything else is compared with. Float32 or wider.
+  """
+  return sequence_scores(model, params, tokens)[0]
+
+
+def sequence_scores(
+  model: Model, params: Params, tokens: Int[Array, "T"]
+) -> tuple[Float[Array, "T-1"], Float[Array, "T-1"]]:
+  """sequence_logprobs and the entropy at every position."""
+  inputs, targets = tokens[:-1], tokens[1:]
+  length = inputs.shape[0]
+  span = Span(
+    positions=jnp.arange(length, dtype=jnp.int32), length=jnp.int32(length)
+  )
+  carry = tree_zeros(model.state_shapes(1)[1])
+  hidden, *_ = model.hidden(params, inputs, span, (), carry)
+  return model.logprobs(params, hidden, targets)

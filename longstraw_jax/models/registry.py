@@ -1,0 +1,53 @@
+"""Names of mixers and feed-forwards, for LayerSpec.
+
+A newcomer registers a builder and names it in a config:
+
+  MIXERS["window"] = lambda config: SlidingWindow(window=64, ...)
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+
+from longstraw_jax.config import ModelConfig
+from longstraw_jax.models.gated_attention import GatedAttention
+from longstraw_jax.models.gated_delta import GatedDelta
+from longstraw_jax.models.layers import SwiGLU
+
+Builder = Callable[[ModelConfig], nn.Module]
+
+MIXERS: dict[str, Builder] = {
+  "gated_attention": lambda config: GatedAttention(
+    sizes=config.attention,
+    norm_eps=config.norm_eps,
+    query_block=config.query_block,
+    read_block=config.read_block,
+    dtype=config.dtype,
+    param_dtype=config.param_dtype,
+  ),
+  "gated_delta": lambda config: GatedDelta(
+    sizes=config.delta,
+    norm_eps=config.norm_eps,
+    delta_block=config.delta_block,
+    dtype=config.dtype,
+    param_dtype=config.param_dtype,
+  ),
+}
+
+FFNS: dict[str, Builder] = {
+  "swiglu": lambda config: SwiGLU(
+    hidden_dim=config.hidden_dim,
+    dtype=config.dtype,
+    param_dtype=config.param_dtype,
+  ),
+}
+
+
+def build(registry: dict[str, Builder], name: str, config: ModelConfig):
+  """The module that `name` stands for; KeyError lists what there is."""
+  if name not in registry:
+    raise KeyError(
+      f"layer {name!r} is not registered: use one of {sorted(registry)} or "
+      "add a builder to longstraw_jax.MIXERS or longstraw_jax.FFNS"
+    )
+  return registry[name](config)

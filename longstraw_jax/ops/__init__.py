@@ -1,0 +1,1 @@
+"""Array operations: no modules, no parameters, no configuration."""

@@ -1,0 +1,121 @@
+"""Causal attention of a call's tokens over themselves and over pages."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from longstraw_jax.ops.pages import (
+  EMPTY_LSE,
+  Segment,
+  attend,
+  merge,
+  open_rows,
+  read_block,
+)
+from longstraw_jax.ops.precision import wide_dtype
+
+
+def masked_attention(
+  q_TNH: Float[Array, "T N H"],
+  k_KSH: Float[Array, "K S H"],
+  v_KSH: Float[Array, "K S Hv"],
+  attn_mask: Bool[Array, "T S"],
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+  """Softmax attention under an explicit mask, all scores at once.
+
+  Query head n reads key/value head n // (N / K), scale H^-0.5, softmax in
+  float32 or wider. A row that may attend to nothing gives o = 0 and
+  lse = EMPTY_LSE, and no NaN in its gradient.
+
+  Returns:
+    Normalised outputs and log-sum-exp, float32 or wider.
+  """
+  tokens, num_heads, width = q_TNH.shape
+  kv_heads = k_KSH.shape[0]
+  wide = wide_dtype(q_TNH.dtype)
+  q = q_TNH.reshape(tokens, kv_heads, num_heads // kv_heads, width)
+  q = q * width**-0.5
+  scores = jnp.einsum("tkgh,ksh->tkgs", q, k_KSH, preferred_element_type=wide)
+  mask = attn_mask[:, None, None, :]
+  scores = jnp.where(mask, scores, EMPTY_LSE)
+  top = lax.stop_gradient(scores.max(-1, keepdims=True))
+  weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
+  total = weights.sum(-1)
+  empty = total == 0
+  total = jnp.where(empty, 1.0, total)
+  o = jnp.einsum(
+    "tkgs,ksh->tkgh",
+    weights.astype(v_KSH.dtype),
+    v_KSH,
+    preferred_element_type=wide,
+  )
+  o = o / total[..., None]
+  lse = jnp.where(empty, EMPTY_LSE, top[..., 0] + jnp.log(total))
+  return (
+    o.reshape(tokens, num_heads, -1),
+    lse.reshape(tokens, num_heads),
+  )
+
+
+def causal_attention(
+  q_TNH: Float[Array, "T N H"],
+  k_KTH: Float[Array, "K T H"],
+  v_KTH: Float[Array, "K T Hv"],
+  segments: tuple[Segment, ...],
+  *,
+  query_block: int,
+  read_block_size: int,
+) -> tuple[Float[Array, "T N Hv"], tuple[dict | None, ...]]:
+  """Attention of T consecutive tokens over segments before them and themselves.
+
+  Scores exist for `query_block` queries at a time and blocks above the
+  diagonal are skipped. Padding stands behind the real tokens, where causality
+  already hides it.
+
+  Returns:
+    Outputs in float32 or wider, and the tap of every segment as handed on.
+  """
+  parts, taps = [], []
+  for segment in segments:
+    part, tap = attend(q_TNH, segment, read_block_size)
+    parts.append(part)
+    taps.append(tap)
+  tokens = q_TNH.shape[0]
+  if tokens <= query_block:
+    mask = jnp.tril(jnp.ones((tokens, tokens), bool))
+    own = masked_attention(q_TNH, k_KTH, v_KTH, mask)
+  else:
+    own = _own_attention(q_TNH, k_KTH, v_KTH, query_block, read_block_size)
+  return merge([*parts, own]), tuple(taps)
+
+
+def _own_attention(q_TNH, k_KTH, v_KTH, query_block, read_block_size):
+  """Blocks of queries over the rows before them and over their own block."""
+  tokens, num_heads, width = q_TNH.shape
+  padding = -tokens % query_block
+  pad = lambda x, axis: jnp.pad(
+    x, [(0, padding if i == axis else 0) for i in range(x.ndim)]
+  )
+  q = pad(q_TNH, 0).reshape(-1, query_block, num_heads, width)
+  rows = {"k": pad(k_KTH, 1), "v": pad(v_KTH, 1)}
+  segment = open_rows(rows, length=tokens + padding, start=0)
+  mask = jnp.tril(jnp.ones((query_block, query_block), bool))
+
+  @jax.checkpoint
+  def block(tap, inputs):
+    index, q = inputs
+    (diagonal, _, _), tap = read_block(
+      segment.replace(tap=tap), index, query_block
+    )
+    before = segment.replace(tap=tap, length=index * query_block)
+    prefix, tap = attend(q, before, read_block_size)
+    own = masked_attention(q, diagonal["k"], diagonal["v"], mask)
+    top = jnp.maximum(prefix[1], own[1])
+    lse = top + jnp.log(jnp.exp(prefix[1] - top) + jnp.exp(own[1] - top))
+    return tap, (merge([prefix, own]), lse)
+
+  indices = jnp.arange(q.shape[0], dtype=jnp.int32)
+  _, (o, lse) = lax.scan(block, segment.tap, (indices, q))
+  flat = lambda x: x.reshape(-1, *x.shape[2:])[:tokens]
+  return flat(o), flat(lse)

@@ -1,0 +1,100 @@
+"""The gated delta rule, token by token and in chunks.
+
+Yang et al., "Gated Delta Networks" (2412.06464), section 3. With a state S of
+shape [J, H] per head, log decay g <= 0 and write strength beta:
+
+  S <- exp(g_t) S
+  S <- S + k_t beta_t (v_t - S^T k_t)^T
+  o_t = S^T q_t
+
+Both forms work in float32 or wider and leave S untouched where q, k, v, beta
+and g are all zero, which is how padding is written.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from longstraw_jax.ops.precision import widen
+
+
+def delta_rule_recurrent(
+  q_TNJ: Float[Array, "T N J"],
+  k_TNJ: Float[Array, "T N J"],
+  v_TNH: Float[Array, "T N H"],
+  beta_TN: Float[Array, "T N"],
+  g_TN: Float[Array, "T N"],
+  state_NJH: Float[Array, "N J H"],
+) -> tuple[Float[Array, "T N H"], Float[Array, "N J H"]]:
+  """The recurrence as it is defined: the form to read and to test against."""
+
+  def token(state, inputs):
+    q, k, v, beta, g = inputs
+    state = jnp.exp(g)[:, None, None] * state
+    delta = beta[:, None] * (v - jnp.einsum("njh,nj->nh", state, k))
+    state = state + jnp.einsum("nj,nh->njh", k, delta)
+    return state, jnp.einsum("njh,nj->nh", state, q)
+
+  inputs = jax.tree.map(widen, (q_TNJ, k_TNJ, v_TNH, beta_TN, g_TN))
+  state_NJH, o_TNH = jax.lax.scan(token, widen(state_NJH), inputs)
+  return o_TNH, state_NJH
+
+
+def delta_rule_chunked(
+  q_TNJ: Float[Array, "T N J"],
+  k_TNJ: Float[Array, "T N J"],
+  v_TNH: Float[Array, "T N H"],
+  beta_TN: Float[Array, "T N"],
+  g_TN: Float[Array, "T N"],
+  state_NJH: Float[Array, "N J H"],
+  block: int = 64,
+) -> tuple[Float[Array, "T N H"], Float[Array, "N J H"]]:
+  """The same in matrix products: the WY form over chunks of `block` tokens.
+
+  Inside a chunk the writes u_t = beta_t (v_t - S^T k_t) solve a unit lower
+  triangular system; between chunks only S is handed on. Written here for one
+  chunk with entry state S and G_i = g_1 + ... + g_i:
+
+    A_ij = beta_i (k_i . k_j) exp(G_i - G_j)          for j < i
+    (I + A) [U W] = [diag(beta) V, diag(beta exp(G)) K]
+    D = U - W S
+    O_i = exp(G_i) S^T q_i + sum_{j <= i} exp(G_i - G_j) (q_i . k_j) D_j
+    S' = exp(G_C) S + sum_j exp(G_C - G_j) k_j D_j^T
+  """
+  tokens = q_TNJ.shape[0]
+  block = min(block, tokens)
+  padding = -tokens % block
+
+  def chunks(x):
+    x = jnp.pad(widen(x), ((0, padding),) + ((0, 0),) * (x.ndim - 1))
+    x = x.reshape(-1, block, *x.shape[1:])
+    return jnp.swapaxes(x, 1, 2)  # [chunks, N, C, ...]
+
+  q, k, v, beta, g = map(chunks, (q_TNJ, k_TNJ, v_TNH, beta_TN, g_TN))
+  total = jnp.cumsum(g, axis=-1)
+  lower = jnp.tril(jnp.ones((block, block), bool))
+  # Masked before the exponential: above the diagonal it would overflow.
+  gaps = jnp.where(lower, total[..., :, None] - total[..., None, :], 0.0)
+  decay = jnp.where(lower, jnp.exp(gaps), 0.0)
+  beta, entry = beta[..., None], jnp.exp(total)[..., None]
+  keys = jnp.einsum("cnij,cnkj->cnik", k, k)
+  system = jnp.tril(beta * keys * decay, -1)
+  right = jnp.concatenate([beta * v, beta * entry * k], axis=-1)
+  solved = jax.lax.linalg.triangular_solve(
+    system, right, left_side=True, lower=True, unit_diagonal=True
+  )
+  u, w = jnp.split(solved, (v.shape[-1],), axis=-1)
+  scores = jnp.einsum("cnij,cnkj->cnik", q, k) * decay
+  exit_keys = jnp.exp(total[..., -1:] - total)[..., None] * k
+
+  def chunk(state, inputs):
+    u, w, scores, q_in, k_out, last = inputs
+    delta = u - w @ state
+    o = q_in @ state + scores @ delta
+    state = last[..., None] * state + jnp.swapaxes(k_out, 1, 2) @ delta
+    return state, o
+
+  inputs = (u, w, scores, entry * q, exit_keys, entry[..., -1, :])
+  state_NJH, o = jax.lax.scan(chunk, widen(state_NJH), inputs)
+  o_TNH = jnp.swapaxes(o, 1, 2).reshape(tokens + padding, *v_TNH.shape[1:])
+  return o_TNH[:tokens], state_NJH

@@ -1,0 +1,325 @@
+"""Branch replay: the members of a group, one at a time, over one prompt."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax.checks import check_chunk_size, check_responses
+from longstraw_jax.models.model import Model, Params
+from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.state import Pages, PromptState, tree_zeros
+from longstraw_jax.types import Tree
+from longstraw_jax.walk import (
+  Gradients,
+  Job,
+  walk_backward,
+  walk_forward,
+  zero_gradients,
+)
+
+
+def replay(
+  model: Model,
+  params: Params,
+  state: PromptState,
+  responses: Int[Array, "G R"],
+  lengths: Int[Array, "G"],
+  *,
+  block_size: int | None = None,
+  members_at_once: int = 1,
+) -> Float[Array, "G R"]:
+  """log pi(responses[g, t] | prompt, responses[g, :t]), zero at t >= lengths[g].
+
+  Differentiable in params and, where the state's grad_scope says so, through
+  the state into the prompt. A lax.map over the members runs forward; the
+  backward pass runs them again one by one and threads a single accumulator of
+  the prompt's pages. Forward-mode differentiation is refused.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    state: of the prompt, from capture with the same parameters.
+    responses: token ids [G, R]; ids behind lengths[g] are ignored.
+    lengths: real tokens of each member, at least 1.
+    block_size: tokens of a response processed at once; R by default. Longer
+      responses are walked block by block against their own pages.
+    members_at_once: members replayed together; memory grows with it.
+
+  Returns:
+    [G, R] in float32 or wider.
+
+  Raises:
+    ValueError: empty or over-long responses, bad sizes, ids outside the
+      vocabulary.
+  """
+  return replay_scores(
+    model,
+    params,
+    state,
+    responses,
+    lengths,
+    block_size=block_size,
+    members_at_once=members_at_once,
+  )[0]
+
+
+def replay_scores(
+  model: Model,
+  params: Params,
+  state: PromptState,
+  responses: Int[Array, "G R"],
+  lengths: Int[Array, "G"],
+  *,
+  block_size: int | None = None,
+  members_at_once: int = 1,
+) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
+  """`replay`, and the entropy of the distribution each token came from."""
+  check_responses(responses, lengths, None, model.config.vocab_size)
+  check_replay_sizes(block_size, members_at_once)
+  responses = jnp.asarray(responses, jnp.int32)
+  lengths = jnp.asarray(lengths, jnp.int32)
+  block_size = block_size or responses.shape[1]
+  return _replay(
+    model,
+    min(block_size, responses.shape[1]),
+    members_at_once,
+    params,
+    state,
+    responses,
+    lengths,
+  )
+
+
+def check_replay_sizes(block_size: int | None, members_at_once: int) -> None:
+  """Refuses sizes below 1."""
+  if block_size is not None:
+    check_chunk_size("block_size", block_size)
+  check_chunk_size("members_at_once", members_at_once)
+
+
+def member_batches(members_at_once: int, tree: Tree) -> Tree:
+  """[G, ...] leaves as [batches, M, ...] padded with zeros, or [G, ...] if M = 1.
+
+  A padding member has length 0: it scores nothing and its gradient is zero.
+  """
+  if members_at_once == 1:
+    return tree
+
+  def split(x):
+    at_once = min(members_at_once, x.shape[0])
+    padding = -x.shape[0] % at_once
+    x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
+    return x.reshape(-1, at_once, *x.shape[1:])
+
+  return jax.tree.map(split, tree)
+
+
+def branch_job(
+  state: PromptState,
+  responses: Int[Array, "*M R"],
+  lengths: Int[Array, "*M"],
+  block: int,
+) -> Job:
+  """The walk over one member, or a batch: last prompt token first."""
+  padding = -responses.shape[-1] % block
+  pad = lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
+  last = jnp.broadcast_to(state.last_token, (*responses.shape[:-1], 1))
+  tokens = jnp.concatenate([last, responses[..., :-1]], axis=-1)
+  return Job(
+    tokens=pad(tokens),
+    targets=pad(responses),
+    length=lengths,
+    start=state.length,
+    block=block,
+    batched=responses.ndim == 2,
+  )
+
+
+def prompt_pages(state: PromptState, taps: Tree | None) -> tuple[Pages, ...]:
+  """The prompt's pages as the segment before every response."""
+  rows = lax.stop_gradient(state.pages)
+  return (Pages(rows=rows, taps=taps, length=state.length, start=jnp.int32(0)),)
+
+
+def entry_carry(state: PromptState, job: Job) -> Tree:
+  """The prompt's carry, once or for every member."""
+  if not job.batched:
+    return state.carry
+  shape = job.member_shape
+  return jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), state.carry
+  )
+
+
+def score_members(
+  model: Model,
+  block: int,
+  members_at_once: int,
+  params: Params,
+  state: PromptState,
+  responses: Int[Array, "G R"],
+  lengths: Int[Array, "G"],
+) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
+  """Scores every member without a graph: log-probabilities and entropy."""
+  priors = prompt_pages(state, None)
+
+  def batch(members):
+    job = branch_job(state, *members, block)
+    carry = entry_carry(state, job)
+    walked = walk_forward(model, params, priors, carry, job, save_carries=False)
+    return walked.logprobs, walked.entropy
+
+  batches = member_batches(members_at_once, (responses, lengths))
+  group_size, room = responses.shape
+  out = lax.map(batch, batches)
+  flat = lambda x: x.reshape(-1, x.shape[-1])[:group_size, :room]
+  return jax.tree.map(flat, out)
+
+
+def replay_batch(
+  model: Model,
+  params: Params,
+  state: PromptState,
+  job: Job,
+  dscores: tuple[Array, Array],
+  sums: Gradients,
+) -> Gradients:
+  """Replays one member, or one batch, with its cotangents into the sums.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    state: of the prompt.
+    job: from branch_job.
+    dscores: cotangents of log-probabilities and entropy, [*M, R].
+    sums: parameter gradients, the accumulator of the prompt's pages (or None)
+      and the cotangent of the prompt's carry (empty where none is wanted).
+  """
+  priors = prompt_pages(state, None)
+  carry = entry_carry(state, job)
+  if job.blocks == 1:
+    # The entry carry is the prompt's, and no block reads the member's rows.
+    rows, saved = {}, jax.tree.map(lambda x: x[None], carry)
+  else:
+    walked = walk_forward(model, params, priors, carry, job, save_carries=True)
+    rows, saved = walked.rows, walked.saved_carries
+  room = job.tokens.shape[-1]
+  pad = lambda x: jnp.pad(
+    x, ((0, 0),) * (x.ndim - 1) + ((0, room - x.shape[-1]),)
+  )
+  wanted = sums.carry
+  branch = sums.replace(carry=tree_zeros(carry))
+  branch = walk_backward(
+    model,
+    params,
+    priors,
+    job,
+    rows,
+    saved,
+    jax.tree.map(pad, dscores),
+    None,
+    branch,
+  )
+  if not state.differentiated:
+    return branch.replace(carry=wanted)
+  members = lambda x: x.sum(0) if job.batched else x
+  total = jax.tree.map(lambda w, x: w + members(x), wanted, branch.carry)
+  return branch.replace(carry=total)
+
+
+def replay_members(
+  model: Model,
+  block: int,
+  members_at_once: int,
+  params: Params,
+  state: PromptState,
+  responses: Int[Array, "G R"],
+  lengths: Int[Array, "G"],
+  dscores: tuple[Float[Array, "G R"], Float[Array, "G R"]],
+  page_grad_dtype=None,
+) -> Gradients:
+  """Replays every member in turn into one set of sums.
+
+  Args:
+    model: the model.
+    block: tokens of a response processed at once.
+    members_at_once: members replayed together.
+    params: the parameters.
+    state: of the prompt.
+    responses: token ids.
+    lengths: real tokens of each member.
+    dscores: cotangents of log-probabilities and entropy.
+    page_grad_dtype: of the accumulator of the prompt's pages; None takes
+      float32 or wider.
+  """
+  sums = zero_sums(params, state, page_grad_dtype)
+
+  def one(sums, members):
+    responses, lengths, *dscores = members
+    job = branch_job(state, responses, lengths, block)
+    sums = replay_batch(model, params, state, job, tuple(dscores), sums)
+    return sums, None
+
+  batches = member_batches(members_at_once, (responses, lengths, *dscores))
+  return lax.scan(one, sums, batches)[0]
+
+
+def zero_sums(
+  params: Params, state: PromptState, page_grad_dtype=None
+) -> Gradients:
+  """Fresh sums for a group; pages and carry only where the scope wants them."""
+  pages, carry = None, {}
+  if state.differentiated:
+    pages = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, page_grad_dtype or wide_dtype(x.dtype)),
+      state.pages,
+    )
+    carry = tree_zeros(state.carry)
+  return Gradients(params=zero_gradients(params), priors=(pages,), carry=carry)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _replay(model, block, members_at_once, params, state, responses, lengths):
+  return score_members(
+    model, block, members_at_once, params, state, responses, lengths
+  )
+
+
+def _replay_fwd(
+  model, block, members_at_once, params, state, responses, lengths
+):
+  out = _replay(
+    model, block, members_at_once, params, state, responses, lengths
+  )
+  return out, (params, state, responses, lengths)
+
+
+def _replay_bwd(model, block, members_at_once, residuals, cotangents):
+  params, state, responses, lengths = residuals
+  sums = replay_members(
+    model, block, members_at_once, params, state, responses, lengths, cotangents
+  )
+  cast = lambda x, like: x.astype(like.dtype)
+  trainable = jax.tree.map(cast, sums.params, params.trainable)
+  dstate = None
+  if state.differentiated:
+    dstate = PromptState(
+      pages=jax.tree.map(cast, sums.priors[0], state.pages),
+      carry=sums.carry,
+      saved_carries=None,
+      last_token=None,
+      length=None,
+      first_chunk=None,
+      step=None,
+      prompt_id=None,
+      grad_scope=state.grad_scope,
+      chunk_size=state.chunk_size,
+    )
+  return Params(trainable=trainable, frozen=None), dstate, None, None
+
+
+_replay.__wrapped__.defvjp(_replay_fwd, _replay_bwd)

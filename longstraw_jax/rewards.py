@@ -1,0 +1,157 @@
+"""Scores of responses: how to name a reward function and how to call it.
+
+A reward function sees text, never ids: `reward_fn(prompt_text, response_text,
+info)` returns one number. Nothing it does wrong gets as far as an advantage.
+"""
+
+from collections.abc import Callable, Sequence
+import importlib
+import numbers
+from typing import Any
+
+import numpy as np
+
+RewardFn = Callable[[str, str, dict], float]
+
+
+class RewardError(ValueError):
+  """A reward function that cannot be found, or gave something unusable."""
+
+
+def load_reward(spec: str) -> RewardFn:
+  """Finds a reward function by name.
+
+  Args:
+    spec: "package.module:function".
+
+  Returns:
+    The function.
+
+  Raises:
+    RewardError: if the spec has another form, the module cannot be imported,
+      or it has no callable of that name.
+  """
+  module_name, _, function_name = spec.partition(":")
+  if not module_name or not function_name:
+    raise RewardError(
+      f"reward {spec!r} has not the form 'package.module:function', such as"
+      " 'longstraw_jax.rewards:exact_match'"
+    )
+  try:
+    module = importlib.import_module(module_name)
+  except Exception as error:  # a module may raise anything while it loads
+    raise RewardError(
+      f"reward {spec!r}: importing {module_name!r} failed with"
+      f" {type(error).__name__}: {error}"
+    ) from error
+  function = getattr(module, function_name, None)
+  if not callable(function):
+    found = "no such name" if function is None else f"a {type(function)}"
+    raise RewardError(
+      f"reward {spec!r}: {module_name!r} has {found} where a function"
+      f" {function_name!r} should be"
+    )
+  return function
+
+
+def exact_match(prompt_text: str, response_text: str, info: dict) -> float:
+  """1 if the response is the answer but for surrounding space, else 0.
+
+  Args:
+    prompt_text: not looked at.
+    response_text: what the policy wrote.
+    info: holds the expected text under "answer".
+
+  Returns:
+    1.0 or 0.0.
+
+  Raises:
+    KeyError: if `info` has no "answer".
+  """
+  del prompt_text
+  if "answer" not in info:
+    raise KeyError(f"exact_match needs info['answer'], got keys {list(info)}")
+  return float(response_text.strip() == str(info["answer"]).strip())
+
+
+def score_responses(
+  reward_fn: RewardFn,
+  prompt_text: str,
+  response_texts: Sequence[str],
+  info: dict,
+  *,
+  group_size: int | None = None,
+  prompt_id: int | None = None,
+) -> np.ndarray:
+  """Scores the members of one group, one call each.
+
+  Each call gets its own copy of `info`, so a function that writes into it
+  cannot let one member see another.
+
+  Args:
+    reward_fn: called as `reward_fn(prompt_text, response_text, info)`.
+    prompt_text: the prompt that all members answer.
+    response_texts: one text a member.
+    info: what the task knows about the prompt.
+    group_size: the number of members there should be, if known.
+    prompt_id: named in errors, if given.
+
+  Returns:
+    [G] finite float32 rewards.
+
+  Raises:
+    RewardError: naming the member (and the prompt, if given) for which the
+      function raised or returned anything but one finite number; or the counts,
+      if there are not `group_size` responses or none at all.
+  """
+  where = "" if prompt_id is None else f" of prompt {prompt_id}"
+  expected = len(response_texts) if group_size is None else group_size
+  if len(response_texts) != expected or not expected:
+    raise RewardError(
+      f"got {len(response_texts)} responses{where}, expected"
+      f" {expected or 'at least 1'}"
+    )
+  rewards_G = np.zeros(expected, np.float32)
+  for member, response_text in enumerate(response_texts):
+    try:
+      value = reward_fn(prompt_text, response_text, dict(info))
+    except Exception as error:
+      raise RewardError(
+        f"the reward function raised {type(error).__name__} for member"
+        f" {member}{where}: {error}"
+      ) from error
+    try:
+      rewards_G[member] = _finite_number(value)
+    except (TypeError, ValueError, OverflowError) as error:
+      raise RewardError(
+        f"the reward of member {member}{where} is unusable: {error}; return"
+        " one finite number"
+      ) from error
+  return rewards_G
+
+
+def _finite_number(value: Any) -> np.float32:
+  """One finite float32 out of what a reward function returned.
+
+  Args:
+    value: a real number or boolean, of Python, numpy or jax.
+
+  Returns:
+    Its float32 value.
+
+  Raises:
+    TypeError: if it is no single real number.
+    OverflowError: if it is not finite in float32.
+  """
+  if not isinstance(value, numbers.Real | np.bool_):
+    array = np.asarray(value)
+    if array.shape != () or array.dtype.kind not in "biuf":
+      shown = repr(value)
+      shown = shown if len(shown) <= 80 else shown[:77] + "..."
+      raise TypeError(f"got {shown} of type {type(value).__name__}")
+    value = array[()]
+  with np.errstate(over="ignore"):
+    number = np.float32(float(value))
+  if not np.isfinite(number):
+    raise OverflowError(f"got {value!r}, not finite in float32")
+  return number

@@ -1,0 +1,110 @@
+"""State of the whole model: pages of every layer, carries, the prompt's."""
+
+from typing import Any
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from longstraw_jax.types import Tree
+
+
+@struct.dataclass
+class Pages:
+  """Rows of every layer for one run of tokens.
+
+  Attributes:
+    rows: stage -> layer of the pattern -> name -> [L, ..., S, H].
+    taps: the accumulators' stand-ins, shaped like rows, or None where no
+      gradient is wanted.
+    length: filled rows.
+    start: position of row 0.
+  """
+
+  rows: Tree
+  taps: Tree | None
+  length: Int[Array, ""]
+  start: Int[Array, ""]
+
+
+@struct.dataclass
+class PromptState:
+  """What later tokens need of a prompt, after its first P - 1 tokens.
+
+  The last prompt token predicts the first response token, so every replay
+  begins by feeding it, with gradient.
+
+  Attributes:
+    pages: stage -> layer of the pattern -> name -> [L, ..., S, H]; the first
+      P - 1 rows are filled.
+    carry: stage -> layer of the pattern -> fixed-size arrays, [L, ...] each.
+    saved_carries: the carry at the entry of every chunk, [chunks, L, ...];
+      empty where no reverse walk needs it.
+    last_token: the prompt's last token id.
+    length: P - 1.
+    first_chunk: the first chunk that a reverse walk visits.
+    step: the optimizer step of the weights that made this state.
+    prompt_id: the id of the prompt.
+    grad_scope: which gradient the state passes on.
+    chunk_size: tokens of one chunk.
+  """
+
+  pages: Tree
+  carry: Tree
+  saved_carries: Tree
+  last_token: Int[Array, ""]
+  length: Int[Array, ""]
+  first_chunk: Int[Array, ""]
+  step: Int[Array, ""]
+  prompt_id: Int[Array, ""]
+  grad_scope: str = struct.field(pytree_node=False)
+  chunk_size: int = struct.field(pytree_node=False)
+
+  @property
+  def differentiated(self) -> bool:
+    """Whether a gradient flows through the prompt."""
+    return self.grad_scope != "response_only"
+
+
+def write_rows(buffers: Tree, rows: Tree, offset) -> Tree:
+  """Appends rows [L, ..., T, H] to buffers [L, ..., S, H], in place under jit.
+
+  One dynamic_update_slice a buffer for all layers; the caller guarantees
+  offset + T <= S, since XLA would clamp silently.
+  """
+
+  def write(buffer, new):
+    starts = [jnp.int32(0)] * buffer.ndim
+    starts[-2] = jnp.asarray(offset, jnp.int32)
+    return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), starts)
+
+  return jax.tree.map(write, buffers, rows)
+
+
+def read_rows(buffers: Tree, offset, tokens: int) -> Tree:
+  """Rows [offset, offset + tokens) of every layer."""
+  offset = jnp.asarray(offset, jnp.int32)
+  return jax.tree.map(
+    lambda x: lax.dynamic_slice_in_dim(x, offset, tokens, x.ndim - 2), buffers
+  )
+
+
+def tree_zeros(shapes: Tree) -> Tree:
+  """Zeros in the shapes and dtypes of a tree of arrays or structs."""
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def tree_at(tree: Tree, index: Any) -> Tree:
+  """Entry `index` of the leading axis of every leaf."""
+  return jax.tree.map(
+    lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree
+  )
+
+
+def tree_set(tree: Tree, index: Any, value: Tree) -> Tree:
+  """Writes entry `index` of the leading axis of every leaf."""
+  return jax.tree.map(
+    lambda x, v: lax.dynamic_update_index_in_dim(x, v, index, 0), tree, value
+  )

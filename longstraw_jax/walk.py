@@ -1,0 +1,333 @@
+"""The walk over one sequence in blocks, forward and in reverse.
+
+One pair serves the prompt's capture and the members' replay alike. The forward
+walk runs block after block against the pages of the blocks before it and
+keeps rows and carries only. The reverse walk goes from the last block to the
+first: it recomputes the block's forward from (pages before it, saved carry at
+its entry), pulls back (outputs, its rows, its exit carry) and adds into the
+parameters' gradient and into the accumulators of earlier rows. Memory is the
+pages, one accumulator of their shape, and one block's work.
+
+A batch of members that share prior pages walks together when `batched`: their
+tokens, lengths, carries and own rows then have a leading axis M, priors and
+block indices have none.
+"""
+
+import functools
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax.models.model import Model, Params
+from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.state import (
+  Pages,
+  read_rows,
+  tree_at,
+  tree_set,
+  tree_zeros,
+  write_rows,
+)
+from longstraw_jax.types import Span, Tree
+
+
+@struct.dataclass
+class Job:
+  """A sequence to walk, padded to whole blocks.
+
+  Attributes:
+    tokens: [blocks * block] ids, or [M, blocks * block].
+    targets: the ids these tokens predict, or None where no scores are wanted.
+    length: real tokens, [] or [M].
+    start: position of token 0.
+    block: tokens of one block.
+    batched: whether there is a member axis.
+  """
+
+  tokens: Int[Array, "*M S"]
+  targets: Int[Array, "*M S"] | None
+  length: Int[Array, "*M"]
+  start: Int[Array, ""]
+  block: int = struct.field(pytree_node=False)
+  batched: bool = struct.field(pytree_node=False, default=False)
+
+  @property
+  def blocks(self) -> int:
+    """Blocks that the padded sequence holds."""
+    return self.tokens.shape[-1] // self.block
+
+  @property
+  def filled_blocks(self) -> Int[Array, ""]:
+    """Blocks that hold a real token of any member."""
+    return lax.div(self.length.max() + (self.block - 1), jnp.int32(self.block))
+
+  @property
+  def member_shape(self) -> tuple[int, ...]:
+    """() or (M,)."""
+    return self.tokens.shape[:-1]
+
+
+@struct.dataclass
+class Walked:
+  """What a forward walk leaves.
+
+  Attributes:
+    logprobs: of the targets, zero at padding, [*M, S].
+    entropy: of every predicted distribution, zero at padding.
+    rows: the sequence's own rows, [*M, L, ..., S, H].
+    carry: after the last real token.
+    saved_carries: at the entry of every block, [blocks, *M, L, ...]; empty
+      where not asked for.
+  """
+
+  logprobs: Float[Array, "*M S"]
+  entropy: Float[Array, "*M S"]
+  rows: Tree
+  carry: Tree
+  saved_carries: Tree
+
+
+@struct.dataclass
+class Outputs:
+  """What one block gives and what the reverse walk has cotangents for."""
+
+  logprobs: Float[Array, "*M C"]
+  entropy: Float[Array, "*M C"]
+  rows: Tree
+  carry: Tree
+
+
+def _one_block(model: Model, params, carry, own, priors, tokens, targets, span):
+  """One block of one member: outputs, taps of priors and of its own pages."""
+  segments = priors if own is None else (*priors, own)
+  hidden, rows, carry, taps = model.hidden(
+    params, tokens, span, segments, carry
+  )
+  if targets is None:
+    scores = (jnp.zeros(0),) * 2
+  else:
+    scores = model.logprobs(params, hidden, targets)
+    scores = tuple(jnp.where(span.mask, x, 0.0) for x in scores)
+  outputs = Outputs(*scores, rows=rows, carry=carry)
+  return outputs, taps[: len(priors)], taps[len(priors) :]
+
+
+def _block(model: Model, job: Job, index, params, carry, own, priors):
+  """Block `index` of a job, for one member or a batch of them."""
+  cut = lambda x: lax.dynamic_slice_in_dim(
+    x, index * job.block, job.block, x.ndim - 1
+  )
+  offset = index * job.block
+  positions = job.start + offset + jnp.arange(job.block, dtype=jnp.int32)
+  length = jnp.clip(job.length - offset, 0, job.block)
+  call = functools.partial(_one_block, model)
+  span = Span(positions=positions, length=length)
+  if job.batched:
+    own_axes = (
+      None if own is None else Pages(rows=0, taps=0, length=None, start=None)
+    )
+    call = jax.vmap(
+      call,
+      in_axes=(None, 0, own_axes, None, 0, 0, Span(positions=None, length=0)),
+      out_axes=(0, None, 0),
+    )
+  targets = None if job.targets is None else cut(job.targets)
+  return call(params, carry, own, priors, cut(job.tokens), targets, span)
+
+
+def _own_pages(job: Job, rows: Tree, taps: Tree | None, index) -> Pages | None:
+  """The sequence's rows before block `index`; a single block has none."""
+  if job.blocks == 1:
+    return None
+  return Pages(rows=rows, taps=taps, length=index * job.block, start=job.start)
+
+
+def walk_forward(
+  model: Model,
+  params: Params,
+  priors: tuple[Pages, ...],
+  carry: Tree,
+  job: Job,
+  *,
+  save_carries: bool,
+) -> Walked:
+  """Runs a job block by block, without autograd.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    priors: pages before this sequence, shared by all members.
+    carry: at the entry of the first block, [*M, L, ...].
+    job: the sequence.
+    save_carries: keep the carry at the entry of every block.
+  """
+  shape = job.member_shape
+  rows_shapes, _ = model.state_shapes(job.tokens.shape[-1])
+  lead = lambda x: jnp.zeros((*shape, *x.shape), x.dtype)
+  rows = jax.tree.map(lead, rows_shapes)
+  saved = {}
+  if save_carries:
+    saved = jax.tree.map(
+      lambda x: jnp.zeros((job.blocks, *x.shape), x.dtype), carry
+    )
+  scored = job.targets is not None
+  wide = wide_dtype(model.config.dtype)
+  scores = jnp.zeros((*shape, job.tokens.shape[-1] if scored else 0), wide)
+
+  def body(index, walked):
+    own = _own_pages(job, walked.rows, None, index)
+    saved = walked.saved_carries
+    if save_carries:
+      saved = tree_set(saved, index, walked.carry)
+    outputs, _, _ = _block(model, job, index, params, walked.carry, own, priors)
+    put = lambda x, new: lax.dynamic_update_slice_in_dim(
+      x, new.astype(x.dtype), index * job.block, x.ndim - 1
+    )
+    logprobs, entropy = walked.logprobs, walked.entropy
+    if scored:
+      logprobs = put(logprobs, outputs.logprobs)
+      entropy = put(entropy, outputs.entropy)
+    return Walked(
+      logprobs=logprobs,
+      entropy=entropy,
+      rows=write_rows(walked.rows, outputs.rows, index * job.block),
+      carry=outputs.carry,
+      saved_carries=saved,
+    )
+
+  walked = Walked(
+    logprobs=scores,
+    entropy=scores,
+    rows=rows,
+    carry=carry,
+    saved_carries=saved,
+  )
+  if job.blocks == 1:
+    return body(jnp.int32(0), walked)
+  return lax.fori_loop(jnp.int32(0), job.filled_blocks, body, walked)
+
+
+@struct.dataclass
+class Gradients:
+  """The running sums of a reverse walk.
+
+  Attributes:
+    params: of the trainable parameters, float32 or wider.
+    priors: accumulators of prior pages, one tree a segment.
+    carry: cotangent of the carry, in the end at the job's entry.
+  """
+
+  params: dict
+  priors: tuple[Tree | None, ...]
+  carry: Tree
+
+
+def zero_gradients(params: Params) -> dict:
+  """Accumulators for the trainable parameters, float32 or wider."""
+  return jax.tree.map(
+    lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), params.trainable
+  )
+
+
+def walk_backward(
+  model: Model,
+  params: Params,
+  priors: tuple[Pages, ...],
+  job: Job,
+  rows: Tree,
+  saved_carries: Tree,
+  dscores: tuple[Array, Array] | None,
+  own: Tree | None,
+  gradients: Gradients,
+  *,
+  first_block=0,
+) -> Gradients:
+  """Adds one job's gradients by walking its blocks from last to first.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    priors: as in walk_forward; their taps are taken from `gradients`.
+    job: the sequence.
+    rows: its rows, as walk_forward left them.
+    saved_carries: the carry at the entry of every block.
+    dscores: cotangents of (logprobs, entropy), or None without targets.
+    own: accumulator of the job's own rows, holding what came from outside;
+      None starts from zero.
+    gradients: the running sums, `carry` being the cotangent of the exit.
+    first_block: blocks before it are constants.
+
+  Returns:
+    The sums with this job's share added.
+  """
+  if own is None and job.blocks > 1:
+    own = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), rows)
+  last = job.filled_blocks - 1
+
+  def body(step, sums):
+    gradients, own = sums
+    index = last - step if job.blocks > 1 else jnp.int32(0)
+    cut = lambda x: lax.dynamic_slice_in_dim(
+      x, index * job.block, job.block, x.ndim - 1
+    )
+
+    def call(trainable, carry, prior_taps, own_taps):
+      tapped = tuple(
+        prior.replace(taps=taps)
+        for prior, taps in zip(priors, prior_taps, strict=True)
+      )
+      pages = _own_pages(job, rows, own_taps, index)
+      return _block(
+        model,
+        job,
+        index,
+        params.replace(trainable=trainable),
+        carry,
+        pages,
+        tapped,
+      )
+
+    entry = tree_at(saved_carries, index)
+    own_taps = own if job.blocks > 1 else None
+    (outputs, _, _), pull_back = jax.vjp(
+      call, params.trainable, entry, gradients.priors, own_taps
+    )
+    if dscores is None:
+      dlogprobs, dentropy = (
+        jnp.zeros_like(x) for x in (outputs.logprobs, outputs.entropy)
+      )
+    else:
+      dlogprobs, dentropy = map(cut, dscores)
+    if own is None:
+      drows = tree_zeros(outputs.rows)
+    else:
+      # All layers in one slice, before the pull-back: no copy is made.
+      drows = read_rows(own, index * job.block, job.block)
+      drows = jax.tree.map(
+        lambda x, like: x.astype(like.dtype), drows, outputs.rows
+      )
+    cotangent = Outputs(dlogprobs, dentropy, rows=drows, carry=gradients.carry)
+    accumulated = () if own_taps is None else (own_taps,)
+    dparams, dcarry, prior_taps, own_taps = pull_back(
+      (cotangent, gradients.priors, accumulated)
+    )
+    add = lambda total, new: total + new.astype(total.dtype)
+    gradients = Gradients(
+      params=jax.tree.map(add, gradients.params, dparams),
+      priors=prior_taps,
+      carry=dcarry,
+    )
+    return gradients, own if own_taps is None else own_taps
+
+  if job.blocks == 1:
+    sums = (gradients, own)
+    if isinstance(first_block, int) and first_block == 0:
+      return body(jnp.int32(0), sums)[0]
+    return lax.cond(
+      first_block < 1, lambda s: body(jnp.int32(0), s), lambda s: s, sums
+    )[0]
+  trips = jnp.maximum(last + 1 - first_block, 0)
+  return lax.fori_loop(jnp.int32(0), trips, body, (gradients, own))[0]

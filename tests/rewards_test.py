@@ -1,0 +1,147 @@
+"""Reward functions: found by name, and never trusted."""
+
+import fractions
+import math
+
+from absl.testing import absltest, parameterized
+import jax.numpy as jnp
+import numpy as np
+
+from longstraw_jax import rewards
+
+TEXTS = ("a", "b", "c")
+
+
+def returns(values):
+  """A reward function that gives each response its own value."""
+  by_text = dict(zip(TEXTS, values, strict=True))
+  return lambda prompt_text, response_text, info: by_text[response_text]
+
+
+class LoadRewardTest(parameterized.TestCase):
+  def test_finds_a_function(self):
+    found = rewards.load_reward("longstraw_jax.rewards:exact_match")
+    self.assertIs(found, rewards.exact_match)
+
+  @parameterized.parameters(
+    ("exact_match", "form 'package.module:function'"),
+    ("longstraw_jax.rewards:", "form 'package.module:function'"),
+    (":exact_match", "form 'package.module:function'"),
+    ("no_such_package.rewards:f", "ModuleNotFoundError.*no_such_package"),
+    ("longstraw_jax.rewards:nothing", "no such name.*'nothing'"),
+    ("math:pi", "float.*'pi'"),
+  )
+  def test_refusals(self, spec, message):
+    with self.assertRaisesRegex(rewards.RewardError, message) as caught:
+      rewards.load_reward(spec)
+    self.assertIn(repr(spec), str(caught.exception))
+
+
+class ScoreResponsesTest(parameterized.TestCase):
+  def test_scores_in_order(self):
+    values = [0.25, True, np.float64(3)]
+    got = rewards.score_responses(returns(values), "p", TEXTS, {})
+    np.testing.assert_array_equal(got, [0.25, 1.0, 3.0])
+    self.assertEqual(got.dtype, np.float32)
+
+  @parameterized.parameters(
+    2, np.int32(2), np.bool_(True), fractions.Fraction(1, 4)
+  )
+  def test_takes_numbers_of_every_kind(self, value):
+    values = [0.0, value, 0.0]
+    got = rewards.score_responses(returns(values), "p", TEXTS, {})
+    np.testing.assert_array_equal(got, [0.0, float(value), 0.0])
+
+  def test_takes_scalars_of_arrays(self):
+    values = [jnp.float32(0.5), np.asarray(2.0), 0.0]
+    got = rewards.score_responses(returns(values), "p", TEXTS, {})
+    np.testing.assert_array_equal(got, [0.5, 2.0, 0.0])
+
+  @parameterized.parameters(
+    (math.nan,),
+    (math.inf,),
+    (-math.inf,),
+    (None,),
+    ("0.5",),
+    ([0.5],),
+    ([0.1, 0.2, 0.3],),
+    ([[0.1], [0.2, 0.3]],),
+    (np.ones(1),),
+    (1j,),
+    (1e39,),  # finite, but not in float32
+    (10**400,),
+    ({},),
+  )
+  def test_names_the_member_of_a_bad_reward(self, value):
+    for member in range(3):
+      values = [0.5] * 3
+      values[member] = value
+      with self.assertRaisesRegex(
+        rewards.RewardError, f"member {member} of prompt 17 .*finite number"
+      ):
+        rewards.score_responses(returns(values), "p", TEXTS, {}, prompt_id=17)
+
+  def test_names_the_member_it_raised_for(self):
+    def broken(prompt_text, response_text, info):
+      return {"a": 1.0, "c": 2.0}[response_text]
+
+    with self.assertRaisesRegex(
+      rewards.RewardError, "raised KeyError for member 1: 'b'"
+    ) as caught:
+      rewards.score_responses(broken, "p", TEXTS, {})
+    self.assertIsInstance(caught.exception.__cause__, KeyError)
+
+  def test_checks_the_count(self):
+    good = returns([0.0, 0.0, 0.0])
+    with self.assertRaisesRegex(
+      rewards.RewardError, "3 responses of prompt 5, expected 4"
+    ):
+      rewards.score_responses(good, "p", TEXTS, {}, group_size=4, prompt_id=5)
+    with self.assertRaisesRegex(rewards.RewardError, "at least 1"):
+      rewards.score_responses(good, "p", (), {})
+
+  def test_members_cannot_talk_through_info(self):
+    def counting(prompt_text, response_text, info):
+      info["calls"] = info.get("calls", 0) + 1
+      return info["calls"]
+
+    info = {"answer": "7"}
+    got = rewards.score_responses(counting, "p", TEXTS, info)
+    np.testing.assert_array_equal(got, [1, 1, 1])
+    self.assertEqual(info, {"answer": "7"})
+
+  def test_passes_everything_on(self):
+    seen = []
+
+    def recording(*args):
+      seen.append(args)
+      return 0.0
+
+    rewards.score_responses(recording, "prompt", ("x", "y"), {"answer": "7"})
+    self.assertEqual(
+      seen,
+      [("prompt", "x", {"answer": "7"}), ("prompt", "y", {"answer": "7"})],
+    )
+
+
+class ExactMatchTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ("7", "7", 1.0),
+    (" 7\n", "7", 1.0),
+    ("7", 7, 1.0),
+    ("77", "7", 0.0),
+    ("", "7", 0.0),
+    ("7,3", "7,3", 1.0),
+    ("3,7", "7,3", 0.0),
+  )
+  def test_by_hand(self, response, answer, expected):
+    got = rewards.exact_match("p", response, {"answer": answer})
+    self.assertEqual(got, expected)
+
+  def test_needs_an_answer(self):
+    with self.assertRaisesRegex(rewards.RewardError, "member 0.*answer"):
+      rewards.score_responses(rewards.exact_match, "p", ("7",), {"label": 1})
+
+
+if __name__ == "__main__":
+  absltest.main()
