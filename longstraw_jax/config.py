@@ -5,6 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 
 
+SAVED = ("inputs", "projections", "everything")
+
+
 def _require(condition: bool, name: str, value, remedy: str) -> None:
   if not condition:
     raise ValueError(f"{name} is {value!r}: {remedy}")
@@ -91,8 +94,10 @@ class ModelConfig:
     name: what rows and error messages call it.
     dtype: of activations and pages.
     param_dtype: of the stored parameters.
-    remat: recompute each layer's activations in the backward pass; otherwise
-      the activations of one chunk (or of the members replayed at once) live.
+    saved: what the backward pass of one block keeps of every layer; the rest
+      is recomputed. "inputs": the layer's input and what attention over pages
+      gave (smallest). "projections": also the outputs of linear maps, so that
+      only cheap parts run twice. "everything": no recomputation.
     read_block: stored rows read at once by attention over pages.
     query_block: a call's own queries handled at once by attention.
     delta_block: tokens of one chunk of the delta rule's WY form.
@@ -109,7 +114,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   dtype: str = "float32"
   param_dtype: str = "float32"
-  remat: bool = True
+  saved: str = "projections"
   read_block: int = 512
   query_block: int = 512
   delta_block: int = 64
@@ -120,6 +125,9 @@ class ModelConfig:
     for name in (sizes + " delta_block logprob_block").split():
       value = getattr(self, name)
       _require(value >= 1, name, value, "use a positive size")
+    _require(
+      self.saved in SAVED, "saved", self.saved, f"use one of {SAVED}"
+    )
     for name in ("dtype", "param_dtype"):
       value = getattr(self, name)
       _require(

@@ -50,11 +50,11 @@ def group_advantages(
   Args:
     rewards_G: one finite scalar a member, any unit.
     mode: one of `ADVANTAGE_MODES`.
-    eps: added to the spread, in the unit of the rewards. Bounds the advantages
-      of mode "std" by sqrt(G - 1) from above and below.
+    eps: added to the spread, in the unit of the rewards; keeps differences of
+      the size of rounding from being blown up.
 
   Returns:
-    [G] advantages, float32 at least.
+    [G] advantages, float32 at least; those of "std" within +-sqrt(G - 1).
 
   Raises:
     ValueError: for an unknown mode, and for "leave_one_out" with one member,
@@ -90,7 +90,7 @@ def importance_ratio(
 
     token     exp(d_t)                                      PPO, GRPO
     sequence  exp(mean of d over the member's masked-in tokens), the same number
-              at every token of the member                  GSPO, eq. 7 of
+              at every token of the member                  GSPO, section 4 of
                                                             arXiv:2507.18071
 
   The gradient of "sequence" reaches every token of the member through the mean,
@@ -136,8 +136,8 @@ def clipped_loss(
     -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
 
   Eq. 7 of arXiv:1707.06347; with `clip_high` above `clip_low` it is the
-  "clip-higher" of DAPO, eq. 10 of arXiv:2503.14476. The gradient is zero where
-  the advantage asks for more of a change that has already left the range.
+  "clip-higher" of DAPO, section 3.1 of arXiv:2503.14476. The gradient is zero
+  where the advantage asks for more of a change that has already left the range.
 
   Args:
     ratio_GR: importance ratios.
@@ -291,7 +291,22 @@ def token_weights(
 class PolicyObjective:
   """Clipped policy gradient with optional KL penalty and entropy bonus.
 
-  Hashable, so that it can be a static argument of a jitted function.
+  Hashable, so that it can be a static argument of a jitted function. Its
+  metrics are float32 scalars without a gradient, of one group each:
+
+    policy_loss           its share of the loss: sum over groups
+    num_tokens            masked-in tokens, T below: sum over groups
+    clip_share            mean over T of "the clip took the gradient away"
+    ratio_mean            mean over T of the ratio
+    ratio_deviation_max   largest |ratio - 1|
+    kl_old                mean over T of k3 for KL(old || policy), nats
+    kl_ref                mean over T of k3 for KL(policy || ref), nats
+    entropy               mean over T, nats
+    mismatch_mean, _max   over T, of |old - sampling| log-probability, nats
+    reward_mean           mean over members
+    zero_spread           1 if all rewards are equal, else 0
+
+  A mean over no token is 0; so is a maximum.
 
   Attributes:
     clip_low: how far below 1 the ratio may be pushed, in (0, 1]; 1 turns the
@@ -365,21 +380,7 @@ class PolicyObjective:
 
     Returns:
       The loss, in the dtype of `logprobs_GR` and float32 at least, to be summed
-      over the groups of the step; and float32 metrics without gradient:
-
-        policy_loss           its share of the loss: sum over groups
-        num_tokens            masked-in tokens, T below: sum over groups
-        clip_share            mean over T of "the clip took the gradient away"
-        ratio_mean            mean over T of the ratio
-        ratio_deviation_max   largest |ratio - 1|
-        kl_old                mean over T of k3 for KL(old || policy), nats
-        kl_ref                mean over T of k3 for KL(policy || ref), nats
-        entropy               mean over T, nats
-        mismatch_mean, _max   over T, of |old - sampling| log-probability, nats
-        reward_mean           mean over members
-        zero_spread           1 if all rewards are equal, else 0
-
-      A mean over no token is 0; so is a maximum.
+      over the groups of the step; and the metrics.
 
     Raises:
       ValueError: if the [G, R] arrays differ in shape.

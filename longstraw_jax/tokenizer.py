@@ -4,12 +4,15 @@ Ids travel end to end. Text is for tasks, reward functions and people: what was
 decoded is never encoded again, because many id sequences share one text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import os
 import pathlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import jax
 import numpy as np
+
+Ids = Sequence[int] | np.ndarray | jax.Array
 
 EOS_CANDIDATES = (
   "<|im_end|>",
@@ -22,6 +25,7 @@ EOS_CANDIDATES = (
 PAD_CANDIDATES = ("<|pad|>", "<pad>", "[PAD]")
 
 
+@runtime_checkable  # for run-time type checks of annotations
 class Tokenizer(Protocol):
   """What the rest of the package asks of a tokenizer.
 
@@ -38,7 +42,7 @@ class Tokenizer(Protocol):
   def encode(self, text: str) -> np.ndarray:
     """[T] int32 ids of the text, without special tokens added."""
 
-  def decode(self, ids: Iterable[int]) -> str:
+  def decode(self, ids: Ids) -> str:
     """Text of the ids; end and padding ids have none."""
 
 
@@ -53,7 +57,7 @@ class ByteTokenizer:
     """Returns the bytes of the text as [T] int32."""
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-  def decode(self, ids: Iterable[int]) -> str:
+  def decode(self, ids: Ids) -> str:
     """Returns the text of the bytes among `ids`.
 
     Args:
@@ -138,7 +142,7 @@ class JsonTokenizer:
     encoding = self._tokenizer.encode(text, add_special_tokens=False)
     return np.asarray(encoding.ids, np.int32)
 
-  def decode(self, ids: Iterable[int]) -> str:
+  def decode(self, ids: Ids) -> str:
     """Returns the text of the ids.
 
     Args:
@@ -193,8 +197,7 @@ def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
   return JsonTokenizer(spec, eos_token)
 
 
-def _as_ids(ids: Iterable[int]) -> np.ndarray:
-  ids = ids if hasattr(ids, "__array__") else list(ids)
+def _as_ids(ids: Ids) -> np.ndarray:
   ids = np.asarray(ids, np.int64).reshape(-1)
   if ids.size and ids.min() < 0:
     raise ValueError(f"token id {ids.min()} is negative")

@@ -52,6 +52,7 @@ def make_bpe(folder, text):
     show_progress=False,
   )
   pieces = [text[i : i + 200] for i in range(0, 20_000, 200)]
+  pieces += [f"# code kq = {digit}\n" for digit in string.digits] * 50
   model.train_from_iterator(pieces, trainer)
   path = folder / "tokenizer.json"
   model.save(str(path))
@@ -271,6 +272,16 @@ class FactTaskTest(parameterized.TestCase):
     }
     self.assertLen(prompts, 8)
 
+  @parameterized.parameters(*KINDS)
+  def test_splits_do_not_share_their_facts(self, kind):
+    task = make_task(kind)
+    same = [
+      task.sample(i, "train").info["asked"]
+      == task.sample(i, "heldout").info["asked"]
+      for i in range(20)
+    ]
+    self.assertLess(sum(same), 3)
+
   def test_prompt_ids_are_unique_31_bit_integers(self):
     task = make_task()
     examples = [
@@ -342,13 +353,12 @@ class FactTaskTest(parameterized.TestCase):
       self.assertEqual(example.prompt_ids.shape, (prompt_tokens,))
       self.assertEqual(solve(example.prompt_text), example.answer_text)
       reencoded.add(len(bpe.encode(example.prompt_text)))
-      key, position = (
-        example.info["evidence"][0],
-        example.info["evidence_positions"][0],
+      key = example.info["evidence"][0]
+      value = dict(FACT_LINE.findall(example.prompt_text))[key]
+      ids = np.append(bpe.encode(f"# code {key} = "), bpe.encode(value))
+      self.assertIn(
+        example.info["evidence_positions"][0], find_ids(example.prompt_ids, ids)
       )
-      ids = bpe.encode(f"# code {key} = ")
-      got = example.prompt_ids[position : position + len(ids)]
-      np.testing.assert_array_equal(got, ids)
     self.assertNotEqual(reencoded, {prompt_tokens})
 
   def test_facts_of_the_corpus_are_left_out(self):
@@ -359,6 +369,13 @@ class FactTaskTest(parameterized.TestCase):
       self.assertLen(example.prompt_ids, 700)
       self.assertNotIn("or so", example.prompt_text)
       self.assertEqual(solve(example.prompt_text), example.answer_text)
+    # 300 plain lines of 23: all of the text is asked for before giving up.
+    facts_and_question = 8 * 14 + 20
+    fits = 300 * 23 + facts_and_question
+    example = make_task(corpus=corpus, prompt_tokens=fits).sample(0, "train")
+    self.assertLen(example.prompt_ids, fits)
+    with self.assertRaisesRegex(ValueError, "larger corpus"):
+      make_task(corpus=corpus, prompt_tokens=fits + 1)
 
   def test_text_without_lines(self):
     corpus = tasks.Corpus("x" * 5000, "y" * 5000, "made up")

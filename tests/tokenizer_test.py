@@ -36,6 +36,10 @@ def write_tokenizer(folder, special=("<|endoftext|>", "<|im_end|>", "<pad>")):
     show_progress=False,
   )
   model.train_from_iterator(LINES, trainer)
+  # As many files do, this one would put a token in front of every text.
+  model.post_processor = tokenizers.processors.TemplateProcessing(
+    single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+  )
   path = folder / "tokenizer.json"
   model.save(str(path))
   return path
@@ -104,6 +108,7 @@ class JsonTokenizerTest(parameterized.TestCase):
     ids = self.tokenizer.encode(text)
     self.assertEqual(ids.dtype, np.int32)
     self.assertEqual(self.tokenizer.decode(ids), text)
+    self.assertNotIn(self._id("<|endoftext|>"), ids)
 
   def test_ids_that_encode_otherwise_decode_to_the_same_text(self):
     """Fault class: ids whose text re-tokenizes to other ids."""

@@ -17,7 +17,7 @@ from longstraw_jax.models.contract import State, Update
 from longstraw_jax.models.layers import ZeroCentredRMSNorm
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
-from longstraw_jax.ops.pages import Segment
+from longstraw_jax.ops.pages import PAGE_ATTENTION, Segment
 from longstraw_jax.state import Pages, tree_zeros
 from longstraw_jax.types import Span, Tree
 
@@ -80,6 +80,19 @@ def make_block(config: ModelConfig, spec: LayerSpec) -> Block:
     norm_eps=config.norm_eps,
     param_dtype=config.param_dtype,
   )
+
+
+def _remat(apply: Callable, saved: str) -> Callable:
+  """Recomputes in the backward pass what `saved` does not keep."""
+  if saved == "everything":
+    return apply
+  policies = jax.checkpoint_policies
+  policy = policies.save_only_these_names(PAGE_ATTENTION)
+  if saved == "projections":
+    policy = policies.save_from_both_policies(
+      policies.dots_with_no_batch_dims_saveable, policy
+    )
+  return jax.checkpoint(apply, prevent_cse=False, policy=policy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,9 +209,7 @@ class Model:
         )
         for (buffers, length, start), tap in zip(views, taps, strict=True)
       )
-      apply = make_block(self.config, spec).apply
-      if self.config.remat:
-        apply = jax.checkpoint(apply, prevent_cse=False)
+      apply = _remat(make_block(self.config, spec).apply, self.config.saved)
       state = State(pages=pages, carry=carry[name])
       x_TD, update = apply({"params": params[name]}, x_TD, span, state)
       rows[name], new_carry[name] = update.rows, update.carry

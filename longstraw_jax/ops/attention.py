@@ -1,5 +1,7 @@
 """Causal attention of a call's tokens over themselves and over pages."""
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from longstraw_jax.ops.pages import (
   EMPTY_LSE,
+  PAGE_ATTENTION,
   Segment,
   attend,
   merge,
@@ -102,7 +105,9 @@ def _own_attention(q_TNH, k_KTH, v_KTH, query_block, read_block_size):
   segment = open_rows(rows, length=tokens + padding, start=0)
   mask = jnp.tril(jnp.ones((query_block, query_block), bool))
 
-  @jax.checkpoint
+  policy = jax.checkpoint_policies.save_only_these_names(PAGE_ATTENTION)
+
+  @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
   def block(tap, inputs):
     index, q = inputs
     (diagonal, _, _), tap = read_block(

@@ -27,6 +27,7 @@ import functools
 from flax import struct
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -35,6 +36,10 @@ from longstraw_jax.ops.precision import widen
 from longstraw_jax.types import Tree
 
 EMPTY_LSE = -1e30  # log-sum-exp of nothing; its weight in a merge is exactly 0
+
+# Name of attention outputs for checkpoint policies: small to keep, and the
+# only part whose recomputation costs as much as reading every page again.
+PAGE_ATTENTION = "page_attention"
 
 # (operands, rows, positions [B], filled [B]) -> (o [T, N, H], lse [T, N])
 Part = Callable[[Tree, dict, Array, Array], tuple[Array, Array]]
@@ -264,6 +269,7 @@ def _attend(size, q_TNH, rows, place, tap):
 
 def _attend_fwd(size, q_TNH, rows, place, tap):
   o, lse = _attend_forward(size, q_TNH, rows, place)
+  o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
   return ((o, lse), tap), (q_TNH, o, lse, rows, place)
 
 
@@ -406,6 +412,7 @@ def _attend_blocks(part, size, operands, rows, place, tap):
 
 def _attend_blocks_fwd(part, size, operands, rows, place, tap):
   o, lse = _blocks_forward(part, size, operands, rows, place)
+  o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
   return ((o, lse), tap), (operands, o, lse, rows, place)
 
 

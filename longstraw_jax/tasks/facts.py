@@ -12,7 +12,7 @@ The first two are the retrieval tasks and the last the tracing task of RULER
 (arXiv:2404.06654), on source text instead of essays or repeated sentences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import re
 import string
@@ -359,9 +359,11 @@ class FactTask:
       ends = np.cumsum([0] + [len(line) for line in lines])
       if ends[-1] >= num_tokens:
         break
-      # Tokens can be longer than a character: ask for more, by what they were.
-      wanted = num_chars * num_tokens / max(ends[-1], 1)
-      num_chars = int(1.05 * wanted) + 64
+      # Tokens can be longer than a character: ask for more, by what they were,
+      # and for more than there is only when all of it was too little.
+      wanted = 1.05 * num_chars * num_tokens / max(ends[-1], 1) + 64
+      available = len(self.corpus.text(split))
+      num_chars = max(num_chars + 1, min(int(wanted), available))
     surplus = ends[-1] - num_tokens
     ids = np.concatenate([np.zeros(0, np.int32), *lines])[surplus:]
     return ids, np.unique(np.maximum(ends - surplus, 0))
@@ -394,7 +396,7 @@ def _draw(letters: str, length: int, rng: np.random.Generator) -> str:
   return "".join(letters[i] for i in rng.integers(len(letters), size=length))
 
 
-def _nearest(sorted_values: np.ndarray, wanted: Sequence[float]) -> np.ndarray:
+def _nearest(sorted_values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
   """The value nearest to each wanted one."""
   right = np.searchsorted(sorted_values, wanted).clip(0, len(sorted_values) - 1)
   left = (right - 1).clip(0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import functools
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from longstraw_jax.tasks import facts
 from longstraw_jax.tasks.corpus import Corpus
@@ -10,6 +10,7 @@ from longstraw_jax.tasks.facts import Example, FactTask, TaskConfig
 from longstraw_jax.tokenizer import Tokenizer
 
 
+@runtime_checkable  # for run-time type checks of annotations
 class Task(Protocol):
   """A source of prompts that needs no iterator state.
 
