@@ -1,0 +1,62 @@
+"""GRPO over very long shared prompts, with exact gradients through them."""
+
+from longstraw_jax.capture import capture
+from longstraw_jax.config import (
+  PRESETS,
+  AttentionConfig,
+  DeltaConfig,
+  LayerSpec,
+  ModelConfig,
+  Stage,
+)
+from longstraw_jax.group import group_gradient
+from longstraw_jax.models.contract import State, Update
+from longstraw_jax.models.model import (
+  Model,
+  Params,
+  sequence_logprobs,
+  split_params,
+)
+from longstraw_jax.models.registry import FFNS, MIXERS
+from longstraw_jax.objectives import PolicyObjective, group_advantages
+from longstraw_jax.ops.pages import (
+  Segment,
+  attend,
+  attend_blocks,
+  merge,
+  read_block,
+)
+from longstraw_jax.replay import replay, replay_scores
+from longstraw_jax.state import PromptState
+from longstraw_jax.types import Group, Span
+
+__all__ = [
+  "FFNS",
+  "MIXERS",
+  "PRESETS",
+  "AttentionConfig",
+  "DeltaConfig",
+  "Group",
+  "LayerSpec",
+  "Model",
+  "ModelConfig",
+  "Params",
+  "PolicyObjective",
+  "PromptState",
+  "Segment",
+  "Span",
+  "Stage",
+  "State",
+  "Update",
+  "attend",
+  "attend_blocks",
+  "capture",
+  "group_advantages",
+  "group_gradient",
+  "merge",
+  "read_block",
+  "replay",
+  "replay_scores",
+  "sequence_logprobs",
+  "split_params",
+]

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax.numpy as jnp
 
-
 SAVED = ("inputs", "projections", "everything")
 
 
@@ -125,9 +124,7 @@ class ModelConfig:
     for name in (sizes + " delta_block logprob_block").split():
       value = getattr(self, name)
       _require(value >= 1, name, value, "use a positive size")
-    _require(
-      self.saved in SAVED, "saved", self.saved, f"use one of {SAVED}"
-    )
+    _require(self.saved in SAVED, "saved", self.saved, f"use one of {SAVED}")
     for name in ("dtype", "param_dtype"):
       value = getattr(self, name)
       _require(

@@ -13,7 +13,7 @@ Axis letters, used as suffixes of array names wherever three or more axes meet:
 from typing import Any
 
 from flax import struct
-import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 Tree = Any  # a pytree of arrays
@@ -34,7 +34,7 @@ class Span:
   @property
   def mask(self) -> Bool[Array, "T"]:
     """True at real tokens."""
-    return jax.numpy.arange(self.positions.shape[0]) < self.length
+    return jnp.arange(self.positions.shape[0]) < self.length
 
 
 @struct.dataclass
@@ -67,3 +67,39 @@ class Group:
   ref_logprobs: Float[Array, "G R"]
   prompt_id: Int[Array, ""]
   loss_denominator: Float[Array, ""]
+
+  @classmethod
+  def create(cls, responses, lengths, **known) -> "Group":
+    """A group with the other fields filled in.
+
+    Without them every real token is trained on, rewards and advantages are
+    NaN (missing: group_gradient refuses them), log-probabilities are zero and
+    loss_denominator is the number of members.
+
+    Args:
+      responses: token ids [G, R].
+      lengths: real tokens of each member, [G].
+      **known: fields that are known.
+    """
+    responses = jnp.asarray(responses, jnp.int32)
+    lengths = jnp.asarray(lengths, jnp.int32)
+    group_size, room = responses.shape
+    missing = jnp.full((group_size,), jnp.nan)
+    unknown = jnp.zeros((group_size, room))
+    fields = {
+      "responses": responses,
+      "lengths": lengths,
+      "loss_mask": jnp.arange(room) < lengths[:, None],
+      "rewards": missing,
+      "advantages": missing,
+      "old_logprobs": unknown,
+      "sampling_logprobs": unknown,
+      "ref_logprobs": unknown,
+      "prompt_id": 0,
+      "loss_denominator": float(group_size),
+    }
+    fields |= known
+    fields["prompt_id"] = jnp.asarray(fields["prompt_id"], jnp.int32)
+    wide = unknown.dtype
+    fields["loss_denominator"] = jnp.asarray(fields["loss_denominator"], wide)
+    return cls(**{name: jnp.asarray(x) for name, x in fields.items()})
