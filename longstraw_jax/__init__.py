@@ -27,6 +27,7 @@ from longstraw_jax.ops.pages import (
   read_block,
 )
 from longstraw_jax.replay import replay, replay_scores
+from longstraw_jax.rollout import rollout
 from longstraw_jax.state import PromptState
 from longstraw_jax.types import Group, Span
 
@@ -57,6 +58,7 @@ __all__ = [
   "read_block",
   "replay",
   "replay_scores",
+  "rollout",
   "sequence_logprobs",
   "split_params",
 ]

@@ -509,3 +509,29 @@ def _require_equal_shapes(**arrays: Array) -> None:
   shapes = {name: array.shape for name, array in arrays.items()}
   if len(set(shapes.values())) > 1:
     raise ValueError(f"arrays of one group must have one shape, got {shapes}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LikelihoodObjective:
+  """Supervised learning through the same capture and replay.
+
+  loss = -sum over masked tokens of log-probability / loss_denominator.
+  """
+
+  def __call__(
+    self,
+    logprobs_GR: Float[Array, "G R"],
+    entropy_GR: Float[Array, "G R"],
+    group: Group,
+  ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Negative log-likelihood of the responses and its token mean."""
+    dtype = _at_least_float32(logprobs_GR)
+    total = -_clean(logprobs_GR, group.loss_mask, dtype).sum()
+    metrics = {
+      "nll": -_masked_mean(logprobs_GR, group.loss_mask),
+      "entropy": _masked_mean(entropy_GR, group.loss_mask),
+      "num_tokens": group.loss_mask.sum(),
+    }
+    return total / group.loss_denominator.astype(dtype), jax.tree.map(
+      lambda x: lax.stop_gradient(x.astype(jnp.float32)), metrics
+    )

@@ -8,13 +8,16 @@ from collections.abc import Callable
 import dataclasses
 import functools
 
+from flax import traverse_util
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+import numpy as np
 
 from longstraw_jax.models.model import Model, Params, sequence_scores
-from longstraw_jax.types import Group
+from longstraw_jax.state import Pages, tree_zeros
+from longstraw_jax.types import Group, Span, Tree
 
 Objective = Callable[[Array, Array, Group], tuple[Array, dict]]
 
@@ -91,3 +94,176 @@ def serial_remat_gradient(
     jax.tree.map(jnp.zeros_like, params.trainable),
   )
   return lax.scan(one, zeros, members)[0]
+
+
+# --- Oracles of the scopes that stop the gradient inside the prompt -------
+
+
+def constant_tokens(
+  grad_scope: str,
+  length: int,
+  chunk_size: int,
+  tail_chunks: int | None = None,
+) -> int:
+  """Prompt tokens whose rows and carry are constants under a scope.
+
+  Chunks start at multiples of chunk_size over the length - 1 captured tokens;
+  a short last one counts.
+
+  Args:
+    grad_scope: "full", "tail" or "response_only".
+    length: prompt tokens P.
+    chunk_size: as given to capture.
+    tail_chunks: chunks at the end that are differentiated, for "tail".
+  """
+  captured = length - 1
+  if grad_scope == "full":
+    return 0
+  if grad_scope == "response_only" or tail_chunks == 0:
+    return captured
+  starts = range(0, captured, chunk_size)
+  return starts[-tail_chunks] if tail_chunks <= len(starts) else 0
+
+
+def bounded_scores(
+  model: Model,
+  params: Params,
+  prompt: Int[Array, "P"],
+  length: Int[Array, ""],
+  boundary: Int[Array, ""] | None,
+  group: Group,
+) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
+  """Scores of every member; tokens before `boundary` are run as constants.
+
+  They are run once, in one call, by stopped parameters. Their rows and carry
+  are what everything later reads, and that is one single call of model.hidden
+  over the rest of the prompt and the response: nothing inside it is cut, so
+  plain autodiff differentiates it, and the rows before it need no tap because
+  they are constants, which is what a read without a tap takes them for.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    prompt: token ids, padded behind `length`.
+    length: real prompt tokens, may be traced.
+    boundary: constant tokens, at most length - 1, may be traced; None runs
+      whole rows in one call that reads no pages at all.
+    group: the responses.
+  """
+  room, response_room = prompt.shape[0], group.responses.shape[1]
+  size = room + response_room
+  carry = tree_zeros(model.state_shapes(1)[1])
+  first, segments = jnp.int32(0), ()
+  if boundary is not None:
+    first = jnp.asarray(boundary, jnp.int32)
+    span = Span(positions=jnp.arange(room, dtype=jnp.int32), length=first)
+    stopped = lax.stop_gradient(params)
+    _, rows, carry, _ = model.hidden(stopped, prompt, span, (), carry)
+    segments = (
+      Pages(rows=rows, taps=None, length=first, start=jnp.int32(0)),
+    )
+
+  def one(response, response_length):
+    slots = jnp.arange(size, dtype=jnp.int32)
+    later = response[jnp.clip(slots - length, 0, response_room - 1)]
+    row = jnp.where(slots < length, prompt[jnp.minimum(slots, room - 1)], later)
+    row = jnp.pad(row, (0, size))
+    rest = lax.dynamic_slice_in_dim(row, first, size)
+    targets = lax.dynamic_slice_in_dim(row, first + 1, size)
+    real = length + response_length - 1 - first
+    span = Span(positions=first + slots, length=real)
+    hidden, *_ = model.hidden(params, rest, span, segments, carry)
+    scores = model.logprobs(params, hidden, targets)
+    mask = jnp.arange(response_room) < response_length
+    cut = lambda x: lax.dynamic_slice_in_dim(
+      x, length - 1 - first, response_room
+    )
+    return jax.tree.map(lambda x: jnp.where(mask, cut(x), 0.0), scores)
+
+  return jax.vmap(one)(group.responses, group.lengths)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def bounded_gradient(
+  model: Model,
+  params: Params,
+  prompt: Int[Array, "P"],
+  group: Group,
+  objective: Objective,
+  length: Int[Array, ""],
+  boundary: Int[Array, ""] | None = None,
+):
+  """The oracle of every scope: jax.grad of the objective of bounded_scores.
+
+  `boundary` comes from constant_tokens: length - 1 for response_only, the
+  tokens before the walked chunks for tail. None is the conventional gradient
+  over padded rows. One compiled program serves every length and boundary.
+
+  Returns:
+    Loss, gradient of the trainable leaves and metrics.
+  """
+  config = dataclasses.replace(model.config, saved="everything")
+
+  def loss_of(trainable):
+    tree = params.replace(trainable=trainable)
+    scores = bounded_scores(
+      Model(config), tree, prompt, length, boundary, group
+    )
+    return objective(*scores, group)
+
+  (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(
+    params.trainable
+  )
+  return loss, grads, metrics
+
+
+# --- Comparing gradients --------------------------------------------------
+
+
+def leaf_errors(actual: Tree, expected: Tree) -> dict[str, float]:
+  """Error of every leaf, relative to the leaf but for vanishing ones.
+
+    |a - b| / max(|b|, 1e-3 |all leaves of b|),  Euclidean norms
+
+  Args:
+    actual: nested dict of gradients, a.
+    expected: the same of the oracle, b.
+
+  Returns:
+    path a/b/c -> error. A leaf that is not finite has error inf; where b is
+    zero throughout, a must be too.
+  """
+  flat = lambda tree: {
+    path: np.asarray(x, np.float64)
+    for path, x in traverse_util.flatten_dict(tree, sep="/").items()
+  }
+  actual, expected = flat(actual), flat(expected)
+  if actual.keys() != expected.keys():
+    raise ValueError(
+      f"the trees differ in leaves {sorted(actual.keys() ^ expected.keys())}"
+    )
+  norms = {path: np.linalg.norm(x) for path, x in expected.items()}
+  floor = 1e-3 * np.sqrt(sum(norm**2 for norm in norms.values()))
+
+  def error(path):
+    gap = np.linalg.norm(actual[path] - expected[path])
+    scale = max(norms[path], floor)
+    if not np.isfinite(gap):
+      return float("inf")
+    return float(gap / scale) if scale else (0.0 if gap == 0 else float("inf"))
+
+  return {path: error(path) for path in expected}
+
+
+def assert_gradients_close(
+  actual: Tree, expected: Tree, tolerance: float
+) -> None:
+  """Raises AssertionError naming the worst leaf where one is off."""
+  errors = leaf_errors(actual, expected)
+  worst = max(errors, key=errors.get)
+  if errors[worst] > tolerance:
+    off = sum(error > tolerance for error in errors.values())
+    raise AssertionError(
+      f"{off} of {len(errors)} leaves are off by more than {tolerance:g}; "
+      f"worst is {worst} with error {errors[worst]:.3g}"
+    )

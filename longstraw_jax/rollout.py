@@ -1,0 +1,183 @@
+"""Sampling a group of responses from one prompt's state."""
+
+import functools
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from longstraw_jax.checks import check_chunk_size
+from longstraw_jax.models.model import Model, Params
+from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.replay import prompt_pages
+from longstraw_jax.state import Pages, PromptState, write_rows
+from longstraw_jax.types import Group, Span, Tree
+
+
+@struct.dataclass
+class _Decoding:
+  """Members decoded so far; G leads everywhere but in `token`."""
+
+  token: Int[Array, ""]
+  responses: Int[Array, "G R"]
+  logprobs: Float[Array, "G R"]
+  sampling_logprobs: Float[Array, "G R"]
+  lengths: Int[Array, "G"]
+  done: Bool[Array, "G"]
+  rows: Tree
+  carry: Tree
+
+
+def sampling_logits(
+  logits_V: Float[Array, "V"], temperature: float, top_k: int, top_p: float
+) -> Float[Array, "V"]:
+  """Logits of the sampling distribution, -inf where it has no mass.
+
+  Temperature first, then the top_k largest (0: all), then the smallest set of
+  the most likely ids whose mass reaches top_p (nucleus sampling, Holtzman et
+  al., 1904.09751). temperature 0 leaves the first largest logit alone.
+  """
+  if temperature == 0:
+    best = jnp.arange(logits_V.shape[-1]) == jnp.argmax(logits_V)
+    return jnp.where(best, 0.0, -jnp.inf)
+  logits_V = logits_V / temperature
+  if 0 < top_k < logits_V.shape[-1]:
+    cut = lax.top_k(logits_V, top_k)[0][-1]
+    logits_V = jnp.where(logits_V >= cut, logits_V, -jnp.inf)
+  if top_p < 1:
+    order = jnp.argsort(-logits_V)
+    mass = jax.nn.softmax(logits_V[order])
+    kept = jnp.cumsum(mass) - mass < top_p
+    kept = jnp.zeros_like(kept).at[order].set(kept)
+    logits_V = jnp.where(kept, logits_V, -jnp.inf)
+  return logits_V
+
+
+def rollout(
+  model: Model,
+  params: Params,
+  state: PromptState,
+  key: jax.Array,
+  *,
+  group_size: int,
+  max_tokens: int,
+  temperature: float = 1.0,
+  top_k: int = 0,
+  top_p: float = 1.0,
+  stop_ids: tuple[int, ...] = (),
+) -> Group:
+  """Samples `group_size` responses, all members decoding together.
+
+  The prompt's pages exist once. A response ends with the first stop id, which
+  belongs to it, or after max_tokens. Member g's randomness depends on key and
+  g alone.
+
+  Args:
+    model: the model.
+    params: the parameters that made the state.
+    state: of the prompt.
+    key: a typed key.
+    group_size: members.
+    max_tokens: room of every response.
+    temperature: 0 is greedy.
+    top_k: sample among so many ids; 0 means all.
+    top_p: sample from the smallest set with this mass.
+    stop_ids: ids that end a response.
+
+  Returns:
+    A group whose rewards and advantages are missing (NaN). `old_logprobs` are
+    those of the untempered policy over the whole vocabulary,
+    `sampling_logprobs` those of the distribution sampled from.
+
+  Raises:
+    ValueError: sizes below 1, temperature below 0, top_p outside (0, 1].
+  """
+  check_chunk_size("group_size", group_size)
+  check_chunk_size("max_tokens", max_tokens)
+  if not temperature >= 0:
+    raise ValueError(f"temperature is {temperature}: use 0 or more")
+  if not 0 < top_p <= 1:
+    raise ValueError(f"top_p is {top_p}: use a share in (0, 1]")
+  if top_k < 0:
+    raise ValueError(f"top_k is {top_k}: use 0 (all ids) or more")
+  sampling = (float(temperature), int(top_k), float(top_p))
+  return _rollout(
+    model,
+    group_size,
+    max_tokens,
+    sampling,
+    tuple(int(i) for i in stop_ids),
+    params,
+    state,
+    key,
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _rollout(
+  model, group_size, max_tokens, sampling, stop_ids, params, state, key
+):
+  priors = prompt_pages(state, None)
+  keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
+    jnp.arange(group_size)
+  )
+
+  def member(key, token, input_id, rows, carry):
+    span = Span(positions=(state.length + token)[None], length=jnp.int32(1))
+    own = Pages(rows=rows, taps=None, length=token, start=state.length)
+    hidden, new, carry, _ = model.hidden(
+      params, input_id[None], span, (*priors, own), carry
+    )
+    logits = model.logits(params, hidden)[0]
+    tempered = sampling_logits(logits, *sampling)
+    sampled = jax.random.categorical(jax.random.fold_in(key, token), tempered)
+    scores = (jax.nn.log_softmax(x)[sampled] for x in (logits, tempered))
+    return sampled, *scores, write_rows(rows, new, token), carry
+
+  def body(d: _Decoding) -> _Decoding:
+    before = d.responses[:, jnp.maximum(d.token - 1, 0)]
+    inputs = jnp.where(d.token == 0, state.last_token, before)
+    sampled, logprob, sampling_logprob, rows, carry = jax.vmap(
+      member, (0, None, 0, 0, 0)
+    )(keys, d.token, inputs, d.rows, d.carry)
+    put = lambda x, new: x.at[:, d.token].set(
+      jnp.where(d.done, 0, new.astype(x.dtype))
+    )
+    stops = jnp.isin(sampled, jnp.asarray(stop_ids, jnp.int32))
+    return _Decoding(
+      token=d.token + 1,
+      responses=put(d.responses, sampled),
+      logprobs=put(d.logprobs, logprob),
+      sampling_logprobs=put(d.sampling_logprobs, sampling_logprob),
+      lengths=d.lengths + ~d.done,
+      done=d.done | stops,
+      rows=rows,
+      carry=carry,
+    )
+
+  spread = lambda x: jnp.broadcast_to(x, (group_size, *x.shape))
+  blank = jnp.zeros((group_size, max_tokens), wide_dtype(model.config.dtype))
+  row_shapes, _ = model.state_shapes(max_tokens)
+  start = _Decoding(
+    token=jnp.int32(0),
+    responses=jnp.zeros((group_size, max_tokens), jnp.int32),
+    logprobs=blank,
+    sampling_logprobs=blank,
+    lengths=jnp.zeros(group_size, jnp.int32),
+    done=jnp.zeros(group_size, bool),
+    rows=jax.tree.map(
+      lambda x: jnp.zeros((group_size, *x.shape), x.dtype), row_shapes
+    ),
+    carry=jax.tree.map(spread, lax.stop_gradient(state.carry)),
+  )
+  going = lambda d: (d.token < max_tokens) & ~d.done.all()
+  out = lax.while_loop(going, body, start)
+  return Group.create(
+    out.responses,
+    out.lengths,
+    old_logprobs=out.logprobs,
+    sampling_logprobs=out.sampling_logprobs,
+    prompt_id=state.prompt_id,
+  )
