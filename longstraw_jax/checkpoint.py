@@ -49,7 +49,8 @@ class Checkpoints:
       CheckpointError: the disk is full or the directory is not writable.
     """
     args = ocp.args.Composite(
-      tree=ocp.args.StandardSave(tree), settings=ocp.args.JsonSave(settings)
+      tree=ocp.args.StandardSave(_named_leaves(tree)),
+      settings=ocp.args.JsonSave(dict(settings)),
     )
     try:
       self._manager.save(step, args=args)
@@ -94,9 +95,15 @@ class Checkpoints:
         + "; ".join(differing)
         + ". Use its settings or another --out"
       )
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    abstract = jax.tree.map(
+      ocp.utils.to_shape_dtype_struct, _named_leaves(like)
+    )
     args = ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
-    return self._read(step, args)["tree"]
+    leaves = self._read(step, args)["tree"]
+    names = _named_leaves(like)
+    return jax.tree.unflatten(
+      jax.tree.structure(like), [leaves[name] for name in names]
+    )
 
   def _read(self, step: int, args):
     try:
@@ -112,6 +119,13 @@ class Checkpoints:
     """Waits for saves and releases the directory."""
     self.wait()
     self._manager.close()
+
+
+def _named_leaves(tree: Tree) -> dict[str, jax.Array]:
+  """Every leaf by its path, in the tree's own order."""
+  leaves, _ = jax.tree.flatten_with_path(tree)
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+  return {name(path): leaf for path, leaf in leaves}
 
 
 def _differences(found: Mapping, wanted: Mapping, path: str = "") -> list[str]:

@@ -194,11 +194,12 @@ PRESETS: dict[str, ModelConfig] = {
       hidden_dim=128,
       stages=(Stage(pattern=(DELTA, ATTENTION), repeats=1),),
       attention=AttentionConfig(
-        num_heads=4, num_kv_heads=4, head_dim=16, rotary_dim=8, rope_theta=1e4
+        num_heads=2, num_kv_heads=1, head_dim=64, rotary_dim=8, rope_theta=1e4
       ),
       delta=DeltaConfig(
-        num_key_heads=4, num_value_heads=4, key_dim=16, value_dim=16
+        num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32
       ),
+      saved="everything",
     ),
     ModelConfig(
       name="qwen3.6-27b",

@@ -516,7 +516,9 @@ def read_block(
 
 @jax.custom_vjp
 def _open_tap(rows):
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, widen(x).dtype), rows)
+  # Never read, so any values do; but made from the rows, so that jax.vmap
+  # gives every member a tap of its own instead of summing over members.
+  return jax.tree.map(widen, rows)
 
 
 def _open_tap_fwd(rows):

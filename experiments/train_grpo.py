@@ -1,0 +1,57 @@
+"""GRPO on a needle hidden in real source text: the main job.
+
+Claim: a small hybrid policy (gated delta rule and gated attention) learns to
+  find a value in 512 bytes of Python source by GRPO alone, with the exact
+  gradient through the prompt: held-out exact match from at most 0.3 after a
+  short supervised warm start to at least 0.9.
+Command: python -m experiments.train_grpo        (or: make train)
+Cost: about five minutes on 2 CPU cores, under 4 GiB of memory.
+Expected result: held-out reward near 0.17 when GRPO starts (chance 0.125),
+  above 0.95 after 150 steps; rows.jsonl, curve.png, TensorBoard files and
+  checkpoints under --out. Run again after an interruption to continue.
+"""
+
+import pathlib
+
+from absl import app, flags
+
+from experiments import training
+from experiments.report import exit_code, print_table
+from longstraw_jax.run import FINAL, GRPO
+
+REACHED = 0.9
+START = 0.3
+
+
+def claim_rows(rows: list[dict]) -> list[dict]:
+  """Held-out reward where GRPO starts and where the run ends."""
+  start = next(
+    (r for r in rows if r["phase"] == GRPO and r["phase_step"] == 0), None
+  )
+  return [row for row in (start, rows[-1]) if row is not None]
+
+
+def main(argv):
+  """Trains, and says whether the claim held."""
+  if len(argv) > 1:
+    raise app.UsageError(f"unexpected arguments {argv[1:]}")
+  values = training.flag_values()
+  warm = values["warm_start_max_steps"]
+  run = training.build_run(values, training.Progress(warm + values["steps"]))
+  training.save_values(values, pathlib.Path(values["out"]))
+  rows = claim_rows(run.execute(training.initial_params(run, values["seed"])))
+  columns = "phase step P G R grad_scope heldout_reward chance_level".split()
+  print_table(rows, columns)
+  start, end = rows[0]["heldout_reward"], rows[-1]["heldout_reward"]
+  held = start <= START and end >= REACHED and rows[-1]["phase"] == FINAL
+  print(
+    f"held-out reward {start:.3f} -> {end:.3f}: the claim "
+    f"({START} or less -> {REACHED} or more) {'holds' if held else 'FAILED'}"
+  )
+  return 0 if held else 1
+
+
+if __name__ == "__main__":
+  training.define_flags(out="runs/train_grpo")
+  flags.FLAGS.set_default("logtostderr", False)
+  app.run(exit_code(main))

@@ -1,0 +1,203 @@
+"""What the training scripts share: their flags and what is built from them."""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags
+import jax
+import tqdm
+
+from experiments import config_flags
+from longstraw_jax import PRESETS, Model, PolicyObjective
+from longstraw_jax.rewards import load_reward
+from longstraw_jax.run import Run, RunConfig, WarmStartConfig
+from longstraw_jax.tasks import Corpus, TaskConfig, make_task
+from longstraw_jax.tokenizer import load_tokenizer
+from longstraw_jax.trainer import (
+  EngineConfig,
+  OptimizerConfig,
+  SamplingConfig,
+  TrainConfig,
+  Trainer,
+)
+
+# Every config of a training run: its defaults here, its flags' prefix, and
+# fields that are no flags of their own.
+TASK = TaskConfig(
+  prompt_tokens=512, num_facts=1, key_length=1, value_alphabet="12345678"
+)
+CONFIGS: dict[str, tuple[Any, str, frozenset[str]]] = {
+  "task": (TASK, "", frozenset({"kind", "seed"})),
+  "sampling": (SamplingConfig(), "", frozenset()),
+  "engine": (
+    EngineConfig(prompts_at_once=16, members_at_once=16),
+    "",
+    frozenset(),
+  ),
+  "optimizer": (OptimizerConfig(), "", frozenset()),
+  "objective": (PolicyObjective(), "", frozenset()),
+  "train": (TrainConfig(), "", frozenset({"seed"})),
+  "run": (RunConfig(steps=150), "", frozenset()),
+  "warm_start": (WarmStartConfig(max_steps=100), "warm_start_", frozenset()),
+  "warm_start_optimizer": (
+    WarmStartConfig().optimizer,
+    "warm_start_",
+    frozenset(),
+  ),
+}
+
+# What may change between a run and its continuation.
+SCHEDULE = frozenset(
+  "out steps eval_every eval_prompts checkpoint_every keep_checkpoints"
+  " wandb_project".split()
+)
+
+
+def define_flags(out: str) -> None:
+  """Defines the flags of a training run."""
+  flags.DEFINE_enum("preset", "small-hybrid", sorted(PRESETS), "The model.")
+  flags.DEFINE_integer("seed", 0, "Of weights, prompts and sampling.")
+  flags.DEFINE_string("out", out, "Directory of rows, curve and checkpoints.")
+  flags.DEFINE_string("task", TASK.kind, "needle, multi_key, ... (TASKS).")
+  flags.DEFINE_string(
+    "corpus",
+    None,
+    "Directory or file of text; the running Python's standard library if not "
+    "given.",
+  )
+  flags.DEFINE_string("tokenizer", "byte", "'byte' or a tokenizer.json.")
+  flags.DEFINE_string(
+    "reward",
+    "longstraw_jax.rewards:exact_match",
+    "package.module:function, called as reward(prompt_text, response_text, "
+    "info) -> float.",
+  )
+  for config, prefix, skip in CONFIGS.values():
+    config_flags.define(config, prefix, skip)
+
+
+def flag_values() -> dict[str, Any]:
+  """Values of the training flags, by name."""
+  names = "preset seed out task corpus tokenizer reward".split()
+  for config, prefix, skip in CONFIGS.values():
+    scalars = config_flags.scalar_names(config, skip)
+    names += [prefix + name for name in scalars]
+  return {name: flags.FLAGS[name].value for name in names}
+
+
+def _config(name: str, values: Mapping[str, Any], **others: Any) -> Any:
+  config, prefix, skip = CONFIGS[name]
+  return config_flags.parse(config, values, prefix, skip, **others)
+
+
+def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
+  """The run that flag values describe.
+
+  Args:
+    values: from `flag_values`.
+    report: called with every row.
+
+  Raises:
+    ValueError: a value is refused; the message names it.
+  """
+  model = Model(PRESETS[values["preset"]])
+  train = _config(
+    "train",
+    values,
+    seed=values["seed"],
+    sampling=_config("sampling", values),
+    engine=_config("engine", values),
+    optimizer=_config("optimizer", values),
+    objective=_config("objective", values),
+  )
+  warm = _config(
+    "warm_start", values, optimizer=_config("warm_start_optimizer", values)
+  )
+  tokenizer = load_tokenizer(values["tokenizer"])
+  if tokenizer.vocab_size > model.config.vocab_size:
+    raise ValueError(
+      f"tokenizer={values['tokenizer']!r} has {tokenizer.vocab_size} ids but "
+      f"preset {values['preset']!r} has a vocabulary of "
+      f"{model.config.vocab_size}: use a preset with a larger one"
+    )
+  corpus = (
+    Corpus.standard_library()
+    if values["corpus"] is None
+    else Corpus.from_path(values["corpus"])
+  )
+  task = _config("task", values, kind=values["task"], seed=values["seed"])
+  make = lambda task: make_task(task, corpus, tokenizer)
+  short = dataclasses.replace(task, prompt_tokens=warm.prompt_tokens)
+  return Run(
+    trainer=Trainer(
+      model=model,
+      config=train,
+      task=make(task),
+      tokenizer=tokenizer,
+      reward_fn=load_reward(values["reward"]),
+    ),
+    config=_config("run", values, warm_start=warm),
+    out=pathlib.Path(values["out"]),
+    warm_task=make(short),
+    settings={k: v for k, v in values.items() if k not in SCHEDULE},
+    report=report,
+  )
+
+
+def save_values(values: Mapping[str, Any], out: pathlib.Path) -> None:
+  """Leaves the flags beside the checkpoints, for evaluate and generate."""
+  out.mkdir(parents=True, exist_ok=True)
+  (out / "flags.json").write_text(json.dumps(dict(values), indent=1) + "\n")
+
+
+def load_values(out: str) -> dict[str, Any]:
+  """The flags of an earlier run.
+
+  Raises:
+    ValueError: there is none in this directory.
+  """
+  path = pathlib.Path(out) / "flags.json"
+  if not path.exists():
+    raise ValueError(
+      f"run={out!r} holds no flags.json: give the --out of a train_grpo run"
+    )
+  return json.loads(path.read_text()) | {"out": out}
+
+
+def initial_params(run: Run, seed: int):
+  """The weights a run of this seed begins with."""
+  return jax.jit(run.trainer.model.init)(jax.random.key(seed))
+
+
+class Progress:
+  """Shows rows as a bar on a terminal and as plain lines elsewhere."""
+
+  def __init__(self, total: int):
+    """Opens the bar.
+
+    Args:
+      total: steps expected.
+    """
+    self._bar = None
+    if sys.stderr.isatty():
+      self._bar = tqdm.tqdm(total=total, unit="step", dynamic_ncols=True)
+
+  def __call__(self, row: Mapping[str, Any]) -> None:
+    """Reports one row."""
+    heldout = row.get("heldout_reward")
+    if self._bar is not None:
+      shown = {"phase": row["phase"], "reward": row.get("reward_mean")}
+      if heldout is not None:
+        shown["heldout"] = round(heldout, 3)
+      self._bar.set_postfix(shown, refresh=False)
+      self._bar.update()
+    elif heldout is not None:
+      print(
+        f"{row['phase']} step {row['step']}: held-out reward {heldout:.3f}"
+        f" (chance {row['chance_level']:.3f})",
+        flush=True,
+      )
