@@ -72,9 +72,7 @@ def parse(
   Raises:
     ValueError: the config refused a value; the message names it.
   """
-  found = {
-    name: values[prefix + name] for name, _, _ in _scalars(config, skip)
-  }
+  found = {name: values[prefix + name] for name, _, _ in _scalars(config, skip)}
   return dataclasses.replace(config, **found, **others)
 
 

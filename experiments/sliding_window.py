@@ -14,8 +14,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from longstraw_jax import MIXERS, Segment, Span, State, Update, merge
-from longstraw_jax import ModelConfig, read_block
+from longstraw_jax import (
+  MIXERS,
+  ModelConfig,
+  Segment,
+  Span,
+  State,
+  Update,
+  merge,
+  read_block,
+)
 from longstraw_jax.config import AttentionConfig
 from longstraw_jax.models.contract import Shapes
 from longstraw_jax.ops.attention import masked_attention

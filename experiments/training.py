@@ -13,12 +13,14 @@ import tqdm
 
 from experiments import config_flags
 from longstraw_jax import PRESETS, Model, PolicyObjective
+from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.tokenizer import load_tokenizer
 from longstraw_jax.trainer import (
   EngineConfig,
+  Learner,
   OptimizerConfig,
   SamplingConfig,
   TrainConfig,
@@ -171,6 +173,23 @@ def load_values(out: str) -> dict[str, Any]:
 def initial_params(run: Run, seed: int):
   """The weights a run of this seed begins with."""
   return jax.jit(run.trainer.model.init)(jax.random.key(seed))
+
+
+def restore_learner(run: Run, values: Mapping[str, Any]) -> tuple[Learner, int]:
+  """The learner of a run's last checkpoint and its step.
+
+  Raises:
+    ValueError: there is no checkpoint.
+    CheckpointError: it is damaged.
+  """
+  checkpoints = Checkpoints(run.out / "checkpoints")
+  step = checkpoints.latest()
+  if step is None:
+    raise ValueError(f"run={values['out']!r} has no checkpoint: train first")
+  like = run.initial_state(initial_params(run, values["seed"]))
+  state = checkpoints.restore(step, like, checkpoints.settings(step))
+  checkpoints.close()
+  return state.learner, step
 
 
 class Progress:

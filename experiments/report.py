@@ -1,0 +1,71 @@
+"""What every experiment script prints and how it ends."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import pathlib
+import sys
+from typing import Any
+
+from longstraw_jax.checkpoint import CheckpointError
+from longstraw_jax.metrics import device_name, plain, versions
+from longstraw_jax.rewards import RewardError
+
+
+class RowWriter:
+  """Writes <out>/rows.jsonl anew, one JSON object a line."""
+
+  def __init__(self, out: str | pathlib.Path, **common: Any):
+    """Opens the file.
+
+    Args:
+      out: directory of the experiment.
+      **common: what stands in every row, such as preset and dtype.
+    """
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    self._file = (out / "rows.jsonl").open("w")
+    self._common = (
+      common
+      | {"device": device_name()}
+      | {"versions": " ".join(f"{k}={v}" for k, v in versions().items())}
+    )
+    self.rows: list[dict[str, Any]] = []
+
+  def write(self, **row: Any) -> dict[str, Any]:
+    """Adds one row and returns it."""
+    row = {k: plain(v) for k, v in (self._common | row).items()}
+    self._file.write(json.dumps(row) + "\n")
+    self._file.flush()
+    self.rows.append(row)
+    return row
+
+
+def print_table(
+  rows: Iterable[Mapping[str, Any]], columns: Sequence[str]
+) -> None:
+  """Prints rows as an aligned table; a missing value is a dash."""
+
+  def cell(value: Any) -> str:
+    if value is None:
+      return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+  table = [list(columns)]
+  table += [[cell(row.get(name)) for name in columns] for row in rows]
+  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+  for line in table:
+    print("  ".join(x.rjust(n) for x, n in zip(line, widths, strict=True)))
+
+
+def exit_code(main: Callable[[list[str]], int]) -> Callable[[list[str]], None]:
+  """Ends a script with main's code, and bad input with one line and code 2."""
+
+  def run(argv: list[str]) -> None:
+    try:
+      code = main(argv)
+    except (ValueError, CheckpointError, RewardError) as error:
+      print(f"error: {error}", file=sys.stderr)
+      code = 2
+    sys.exit(code)
+
+  return run
