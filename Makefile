@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine: make train, make test.
-PYTHON ?= python3.11
-VENV ?= .venv
+PYTHON ?= python3
+# Another interpreter, as in make test PYTHON=python3.12, has its own folder.
+VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2

@@ -77,7 +77,7 @@ if __name__ == "__main__":
   flags.DEFINE_string("prompt_file", None, "A text to continue instead.")
   flags.DEFINE_integer("responses", 2, "Responses a prompt.", lower_bound=1)
   flags.DEFINE_integer(
-    "max_tokens", None, "Their room; the run's if not given."
+    "max_tokens", None, "Their room; the run's own by default."
   )
   flags.DEFINE_float("temperature", 1.0, "Of sampling; 0 is greedy.")
   flags.DEFINE_integer("top_k", 0, "Sample among so many ids; 0 means all.")

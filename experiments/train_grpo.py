@@ -7,7 +7,7 @@ Claim: a small hybrid policy (gated delta rule and gated attention) learns to
 Command: python -m experiments.train_grpo        (or: make train)
 Cost: about five minutes on 2 CPU cores, under 4 GiB of memory.
 Expected result: held-out reward near 0.17 when GRPO starts (chance 0.125),
-  above 0.95 after 150 steps; rows.jsonl, curve.png, TensorBoard files and
+  above 0.95 after 200 steps; rows.jsonl, curve.png, TensorBoard files and
   checkpoints under --out. Run again after an interruption to continue.
 """
 

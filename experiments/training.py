@@ -43,7 +43,7 @@ CONFIGS: dict[str, tuple[Any, str, frozenset[str]]] = {
   "optimizer": (OptimizerConfig(), "", frozenset()),
   "objective": (PolicyObjective(), "", frozenset()),
   "train": (TrainConfig(), "", frozenset({"seed"})),
-  "run": (RunConfig(steps=150), "", frozenset()),
+  "run": (RunConfig(steps=200), "", frozenset()),
   "warm_start": (WarmStartConfig(max_steps=100), "warm_start_", frozenset()),
   "warm_start_optimizer": (
     WarmStartConfig().optimizer,

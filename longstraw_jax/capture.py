@@ -182,8 +182,12 @@ def reverse_walk(
     page_grads: accumulator of the pages, used up in place.
     sums: parameter gradients so far and the exit carry's cotangent.
   """
-  chunks = jax.tree.leaves(state.saved_carries)[0].shape[0]
-  tokens = padded(prompt, chunks * state.chunk_size)
+  rows = jax.tree.leaves(state.pages)  # a model may have no rows or no carry
+  carries = jax.tree.leaves(state.saved_carries)
+  room = (
+    rows[0].shape[-2] if rows else carries[0].shape[0] * state.chunk_size
+  )
+  tokens = padded(prompt, room)
   return walk_backward(
     model,
     params,

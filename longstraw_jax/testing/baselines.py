@@ -96,6 +96,29 @@ def serial_remat_gradient(
   return lax.scan(one, zeros, members)[0]
 
 
+# --- What a gradient needs of memory, without running it -------------------
+
+
+def gradient_memory(
+  gradient: Callable, model: Model, prompt: int, group: int, response: int
+) -> int:
+  """Bytes of temporaries and outputs that the compiler plans, nothing run.
+
+  Args:
+    gradient: (params, prompt, group) -> anything.
+    model: the model.
+    prompt: prompt tokens P.
+    group: members G.
+    response: response tokens R.
+  """
+  ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  members = jax.eval_shape(Group.create, ids(group, response), ids(group))
+  compiled = jax.jit(gradient).lower(params, ids(prompt), members).compile()
+  plan = compiled.memory_analysis()
+  return plan.temp_size_in_bytes + plan.output_size_in_bytes
+
+
 # --- Oracles of the scopes that stop the gradient inside the prompt -------
 
 
@@ -159,9 +182,7 @@ def bounded_scores(
     span = Span(positions=jnp.arange(room, dtype=jnp.int32), length=first)
     stopped = lax.stop_gradient(params)
     _, rows, carry, _ = model.hidden(stopped, prompt, span, (), carry)
-    segments = (
-      Pages(rows=rows, taps=None, length=first, start=jnp.int32(0)),
-    )
+    segments = (Pages(rows=rows, taps=None, length=first, start=jnp.int32(0)),)
 
   def one(response, response_length):
     slots = jnp.arange(size, dtype=jnp.int32)

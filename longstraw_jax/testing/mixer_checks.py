@@ -13,9 +13,8 @@ import itertools
 
 import flax.linen as nn
 import jax
-from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 import numpy as np
 
 from longstraw_jax.capture import capture
@@ -27,7 +26,7 @@ from longstraw_jax.models.registry import MIXERS, build
 from longstraw_jax.ops.pages import Segment
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.replay import replay_scores
-from longstraw_jax.state import Pages, tree_zeros, write_rows
+from longstraw_jax.state import Pages, tree_zeros
 from longstraw_jax.testing.baselines import conventional_gradient
 from longstraw_jax.types import Group, Span, Tree
 
@@ -44,6 +43,12 @@ LENGTHS = (7, 1, 4)  # of the members of a group
 BLOCK = 3  # response tokens at once, where a response spans blocks
 
 PAGE_ROWS = (4096, 16384)  # capacities of the memory check
+
+# Every program runs once or twice on tiny arrays: XLA should not polish it.
+QUICK = {
+  "xla_backend_optimization_level": 0,
+  "xla_cpu_use_fusion_emitters": False,
+}
 
 
 # --- Comparing -------------------------------------------------------------
@@ -117,8 +122,23 @@ def _random_like(shapes: Tree, seed: int) -> Tree:
   """Normal numbers in the shapes and dtypes of a tree."""
   rng = np.random.default_rng(seed)
   return jax.tree.map(
-    lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes
+    lambda x: rng.normal(size=x.shape).astype(x.dtype), shapes
   )
+
+
+@functools.cache
+def _options() -> dict | None:
+  """QUICK, unless this version of XLA does not know all of it."""
+  try:
+    jax.jit(lambda x: x, compiler_options=QUICK)(0.0)
+  except Exception:  # noqa: BLE001  (the error's type differs by backend)
+    return None
+  return QUICK
+
+
+def _jit(function: Callable, **kwargs) -> Callable:
+  """jax.jit for programs that compile long and run briefly."""
+  return jax.jit(function, compiler_options=_options(), **kwargs)
 
 
 # --- One mixer, called by itself -------------------------------------------
@@ -144,64 +164,74 @@ class _Subject:
     return self.mixer().state_shapes(TOKENS, "float64")
 
   @functools.cached_property
-  def inputs(self) -> Array:
+  def inputs(self) -> np.ndarray:
     """[TOKENS, D]."""
     shape = (TOKENS, self.config.embed_dim)
-    return jnp.asarray(np.random.default_rng(1).normal(size=shape))
+    return np.random.default_rng(1).normal(size=shape)
 
   @functools.cached_property
   def params(self) -> Tree:
     """Parameters away from their initial values, so that none is special."""
     state = State(pages=(), carry=tree_zeros(self.shapes[1]))
-    start = self.mixer().init(jax.random.key(0), self.inputs, _span(), state)
+    start = _jit(self.mixer().init)(
+      jax.random.key(0), self.inputs, _span(), state
+    )
     return _nudged(start["params"])
 
   @functools.cached_property
   def whole(self):
     """(y, update) of all tokens in one call without a state."""
-    carry = tree_zeros(self.shapes[1])
-    return self.call(self.inputs, TOKENS, 0, (), carry)
+    return self.call(self.inputs, TOKENS, 0, (), self.zero_carry)
+
+  @functools.cached_property
+  def zero_carry(self) -> Tree:
+    """The carry before the first token."""
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.shapes[1])
 
   @functools.cached_property
   def call(self) -> Callable:
     """(x, length, start, segments, carry) -> (y, update), compiled."""
     mixer, params = self.mixer(), self.params
-    return jax.jit(
-      lambda x, length, start, segments, carry: _apply(
-        mixer, params, x, length, start, segments, carry
-      )
-    )
+    return _jit(functools.partial(_apply, mixer, params))
 
   def pages(self, tokens: int, dtype="float64") -> Segment:
     """An empty segment: layer 1 of 2, with garbage wherever nothing is."""
     rows = jax.tree.map(
-      lambda x: jnp.full((2, *x.shape), GARBAGE, x.dtype),
+      lambda x: np.full((2, *x.shape), GARBAGE, x.dtype),
       self.mixer(dtype).state_shapes(tokens, dtype)[0],
     )
-    tap = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), rows)
+    tap = jax.tree.map(lambda x: np.zeros(x.shape, wide_dtype(x.dtype)), rows)
     return _segment(rows, tap, 0, 0, layer=1)
 
-  def model(self, *above: str) -> tuple[Model, Params]:
-    """Two repeats of the mixer, with other mixers above it, and parameters."""
-    pattern = (LayerSpec(mixer=self.name),)
-    pattern += tuple(LayerSpec(mixer=name, ffn=None) for name in above)
-    stages = (Stage(pattern=pattern, repeats=2),)
-    model = Model(
-      dataclasses.replace(
-        self.config, dtype="float64", param_dtype="float64", stages=stages
-      )
+  @functools.cached_property
+  def alone(self) -> "_Case":
+    """A model of nothing else."""
+    return self._case(self.name)
+
+  @functools.cached_property
+  def chained(self) -> "_Case":
+    """A model in which gradients come down from attention."""
+    return self._case(self.name, "gated_attention")
+
+  def _case(self, *mixers: str) -> "_Case":
+    pattern = tuple(LayerSpec(mixer=mixer, ffn=None) for mixer in mixers)
+    config = dataclasses.replace(
+      self.config,
+      dtype="float64",
+      param_dtype="float64",
+      stages=(Stage(pattern=pattern, repeats=2),),
     )
-    params = model.init(jax.random.key(1), self.trainable)
-    return model, _nudged(params)
+    init = functools.partial(Model(config).init, trainable=self.trainable)
+    return _Case.create(Model(config), _nudged(_jit(init)(jax.random.key(1))))
 
 
 def _nudged(params: Tree) -> Tree:
   noise = _random_like(params, seed=2)
-  return jax.tree.map(lambda x, n: x + 0.1 * n, params, noise)
+  return jax.tree.map(lambda x, n: np.asarray(x) + 0.1 * n, params, noise)
 
 
 def _span(tokens: int = TOKENS, length=TOKENS, start=0) -> Span:
-  positions = start + jnp.arange(tokens, dtype=jnp.int32)
+  positions = jnp.asarray(start, jnp.int32) + np.arange(tokens, dtype=np.int32)
   return Span(positions=positions, length=jnp.asarray(length, jnp.int32))
 
 
@@ -218,47 +248,39 @@ def _apply(mixer, params, x_TD, length, start, segments, carry):
   return mixer.apply({"params": params}, x_TD, span, state)
 
 
-def _walk(subject: _Subject, chunk: int, prompt: int, tokens: int = TOKENS):
-  """The first `tokens` inputs in chunks: `prompt` into one segment, the rest
-  into another. Returns outputs, rows [..., tokens, H] and carry."""
-  room = lambda n: max(n + -n % chunk, 1)
-  segments = [subject.pages(room(prompt)), subject.pages(room(TOKENS - prompt))]
-  carry = tree_zeros(subject.shapes[1])
-  bounds = ((0, prompt), (prompt, tokens))
-  outputs = []
-  for which, (start, end) in enumerate(bounds):
-    for offset in range(start, end, chunk):
-      length = min(chunk, end - offset)
-      padding = np.full((chunk - length, subject.config.embed_dim), GARBAGE)
-      x = jnp.concatenate([subject.inputs[offset : offset + length], padding])
-      if which == 0:  # an empty segment stands where the call does
-        segments[1] = segments[1].replace(start=jnp.int32(offset))
-      y, update = subject.call(x, length, offset, tuple(segments), carry)
+def _walk(subject: _Subject, chunk: int, prompt: int):
+  """All tokens in padded chunks, with two segments before every call.
+
+  The first `prompt` rows come to lie in one segment, the others in the next.
+  Returns outputs, rows [..., TOKENS, H] and carry.
+  """
+  rows = jax.tree.map(lambda x: np.zeros(x.shape), subject.shapes[0])
+  room = lambda tokens: max(tokens + -tokens % chunk, 1)
+  outputs, carry = [], subject.zero_carry
+  for first, end in ((0, prompt), (prompt, TOKENS)):
+    for start in range(first, end, chunk):
+      length = min(chunk, end - start)
+      x = np.full((chunk, subject.config.embed_dim), GARBAGE)
+      x[:length] = subject.inputs[start : start + length]
+      border = min(prompt, start)
+      segments = (
+        _stored(subject, rows, 0, border, room(prompt)),
+        _stored(subject, rows, border, start, room(TOKENS - prompt)),
+      )
+      y, update = subject.call(x, length, start, segments, carry)
       outputs.append(y[:length])
       carry = update.carry
-      segment = segments[which]
-      place = offset - start
-      rows = _append(segment.rows, update.rows, place)
-      segments[which] = _segment(rows, segment.tap, place + length, start, 1)
-  own = tokens - prompt
-  rows = jax.tree.map(
-    lambda a, b: jnp.concatenate(
-      [a[1, ..., :prompt, :], b[1, ..., :own, :]], axis=-2
-    ),
-    segments[0].rows,
-    segments[1].rows,
-  )
-  return jnp.concatenate(outputs), rows, carry
+      for name, new in update.rows.items():
+        rows[name][..., start : start + length, :] = new[..., :length, :]
+  return np.concatenate(outputs), rows, carry
 
 
-@jax.jit
-def _append(buffers: Tree, rows: Tree, offset) -> Tree:
-  """Writes one layer's rows into layer 1."""
-  layer = jax.tree.map(lambda x: x[1:], buffers)
-  new = write_rows(layer, jax.tree.map(lambda x: x[None], rows), offset)
-  return jax.tree.map(
-    lambda old, x: jnp.concatenate([old[:1], x]), buffers, new
-  )
+def _stored(subject, rows, first: int, last: int, capacity: int) -> Segment:
+  """Rows [first, last) as a segment."""
+  segment = subject.pages(capacity)
+  for name, buffer in segment.rows.items():
+    buffer[1, ..., : last - first, :] = rows[name][..., first:last, :]
+  return _segment(segment.rows, segment.tap, last - first, first, layer=1)
 
 
 def _check_shapes(subject: _Subject) -> None:
@@ -335,7 +357,8 @@ def _check_padding(subject: _Subject) -> None:
   """Padding changes nothing; a call of no tokens leaves the carry as it is."""
   carry = subject.whole[1].carry
   real = 7
-  x = subject.inputs.at[real:].set(GARBAGE)
+  x = subject.inputs.copy()
+  x[real:] = GARBAGE
   segments = (subject.pages(TOKENS),)
   y, update = subject.call(x, real, 0, segments, carry)
   alone, wanted = subject.call(x[:real], real, 0, segments, carry)
@@ -359,7 +382,6 @@ def _check_causality(subject: _Subject) -> None:
   _, carry = subject.shapes
   carry, segments = _random_like(carry, seed=3), (subject.pages(TOKENS),)
 
-  @jax.jit
   def influence(x):
     """|d token t / d x_s| for rows, and |d carry / d x_s| as the last row."""
 
@@ -379,7 +401,7 @@ def _check_causality(subject: _Subject) -> None:
 
     return jnp.abs(jax.jacrev(scalars)(x)).sum(-1)
 
-  strength = np.asarray(influence(subject.inputs))
+  strength = np.asarray(_jit(influence)(subject.inputs))
   tokens = strength[:TOKENS]
   later = np.argwhere(np.triu(tokens, 1) != 0)
   _require(
@@ -404,7 +426,8 @@ def _check_memory(subject: _Subject) -> None:
   """A gradient holds no copies of the pages.
 
   Temporaries of one call's gradient are compiled for two capacities of the
-  segment. What grows with capacity beyond one accumulator is a copy.
+  segment. Pages and accumulator are arguments, the accumulator is updated in
+  place: what grows with capacity is a copy.
   """
   mixer = subject.mixer()
   if not subject.shapes[0]:
@@ -420,12 +443,11 @@ def _check_memory(subject: _Subject) -> None:
   )
   buffer = per_row * (PAGE_ROWS[1] - PAGE_ROWS[0])
   _require(
-    growth <= 1.125 * buffer,
+    growth <= buffer / 2,
     "memory",
     f"pages growing by {buffer / 2**20:.2f} MiB make the gradient of "
-    f"{tokens} tokens hold {growth / 2**20:.2f} MiB more: more than one "
-    "accumulator, so pages are copied; hand on taps, not segments, through "
-    "a scan",
+    f"{tokens} tokens hold {growth / 2**20:.2f} MiB more, so pages are copied; "
+    "hand on the tap of every read to the next, and no segment through a scan",
   )
 
 
@@ -447,7 +469,7 @@ def _gradient_temporaries(subject, mixer, capacity: int, tokens: int) -> int:
     return pull_back((outputs[0], (accumulator,)))
 
   compiled = (
-    jax.jit(gradient, donate_argnums=0)
+    _jit(gradient, donate_argnums=0)
     .lower(rows, subject.params, x_TD, carry, rows, jnp.int32(capacity))
     .compile()
   )
@@ -467,13 +489,13 @@ def weighted_scores(logprobs, entropy, group: Group):
   return loss, {"logprobs": logprobs, "entropy": entropy}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Case:
-  """A padded prompt and a group; the prompt's real length comes by call."""
+  """A padded prompt and a group; every program takes the prompt's length."""
 
   model: Model
   params: Params
-  prompt: Int[Array, "P"]
+  prompt: np.ndarray
   group: Group
 
   @classmethod
@@ -482,6 +504,7 @@ class _Case:
     rng = np.random.default_rng(4)
     shape = (len(LENGTHS), max(LENGTHS))
     ids = lambda *shape: rng.integers(0, model.config.vocab_size, shape)
+    prompt = ids(CAPACITY + 1).astype(np.int32)
     group = Group.create(
       ids(*shape),
       LENGTHS,
@@ -489,9 +512,28 @@ class _Case:
       ref_logprobs=rng.normal(size=shape),
       advantages=np.ones(shape[0]),
     )
-    prompt = jnp.asarray(ids(CAPACITY + 1), jnp.int32)
     return cls(model, params, prompt, group)
 
+  def capture(self, params: Params, length, chunk: int, scope: str):
+    """The prompt's state."""
+    return capture(
+      self.model,
+      params,
+      self.prompt,
+      chunk_size=chunk,
+      grad_scope=scope,
+      capacity=CAPACITY,
+      length=length,
+    )
+
+  @functools.cached_property
+  def _conventional(self) -> Callable:
+    gradient = lambda params, prompt, group: conventional_gradient(
+      self.model, params, prompt, group, weighted_scores
+    )
+    return _jit(gradient)
+
+  @functools.cache  # noqa: B019  (a case lives as long as one check)
   def full_rows(self, length: int):
     """Gradient and scores by conventional_gradient over full rows.
 
@@ -512,69 +554,95 @@ class _Case:
       old_logprobs=whole(none, self.group.old_logprobs),
       ref_logprobs=whole(none, self.group.ref_logprobs),
     )
-    _, grads, scores = conventional_gradient(
-      self.model, self.params, self.prompt[:1], group, weighted_scores
-    )
-    cut = lambda x: x[:, length - 1 : length - 1 + room]
+    _, grads, scores = self._conventional(self.params, self.prompt[:1], group)
+    cut = lambda x: np.asarray(x)[:, length - 1 : length - 1 + room]
     return grads, jax.tree.map(cut, scores)
 
-  def stopped_state(self, length: int):
-    """Gradient with the state behind the prompt held constant."""
-    return _stopped_state_gradient(
-      self.model, self.params, self.prompt, jnp.int32(length), self.group
+  def stopped_state(self) -> Callable:
+    """length -> gradient with the state behind the prompt held constant."""
+    gradient = _jit(functools.partial(stopped_state_gradient, self.model))
+    return lambda length: gradient(
+      self.params, self.prompt, jnp.int32(length), self.group
     )
 
-  def capture(self, params: Params, length: int, chunk: int, scope: str):
-    """The prompt's state."""
-    return capture(
-      self.model,
-      params,
-      self.prompt,
-      chunk_size=chunk,
-      grad_scope=scope,
-      capacity=CAPACITY,
-      length=length,
-    )
+  def replay(self, chunk: int, **sizes) -> Callable:
+    """(length, order) -> scores of the members in some order."""
 
-  def group_gradient(self, length: int, chunk: int, scope: str, **sizes):
-    """Gradient and scores by the transaction."""
-    _, grads, scores = group_gradient(
-      self.model,
-      self.params,
-      self.prompt,
-      self.group,
-      weighted_scores,
-      chunk_size=chunk,
-      grad_scope=scope,
-      capacity=CAPACITY,
-      length=length,
-      **sizes,
-    )
-    return grads, scores
+    def score(params, length, group):
+      state = self.capture(params, length, chunk, "response_only")
+      logprobs, entropy = replay_scores(
+        self.model, params, state, group.responses, group.lengths, **sizes
+      )
+      return {"logprobs": logprobs, "entropy": entropy}
+
+    score = _jit(score)
+
+    def call(length, order):
+      group = self.group.replace(
+        responses=self.group.responses[np.array(order)],
+        lengths=self.group.lengths[np.array(order)],
+      )
+      return score(self.params, jnp.int32(length), group)
+
+    return call
+
+  def transaction(self, chunk: int, scope: str, **sizes) -> Callable:
+    """length -> gradient and scores by group_gradient."""
+
+    def gradient(params, length):
+      _, grads, scores = group_gradient(
+        self.model,
+        params,
+        self.prompt,
+        self.group,
+        weighted_scores,
+        chunk_size=chunk,
+        grad_scope=scope,
+        capacity=CAPACITY,
+        length=length,
+        **sizes,
+      )
+      return grads, scores
+
+    gradient = _jit(gradient)
+    return lambda length: gradient(self.params, jnp.int32(length))
 
   def composed(self, chunk: int, scope: str, **sizes) -> Callable:
-    """length -> gradient by jax.grad of the loss of replay(capture)."""
-    group = self.group
+    """length -> gradient and scores by jax.grad of replay(capture)."""
 
     def loss_of(trainable, length):
       params = self.params.replace(trainable=trainable)
       state = self.capture(params, length, chunk, scope)
+      group = self.group
       scores = replay_scores(
         self.model, params, state, group.responses, group.lengths, **sizes
       )
-      return weighted_scores(*scores, group)[0]
+      return weighted_scores(*scores, group)
 
-    gradient = jax.jit(jax.grad(loss_of))
+    gradient = _jit(jax.grad(loss_of, has_aux=True))
     return lambda length: gradient(self.params.trainable, jnp.int32(length))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _stopped_state_gradient(model, params, prompt, length, group: Group):
-  """Two plain passes, prompt and response, and jax.grad of the second."""
+def stopped_state_gradient(
+  model: Model,
+  params: Params,
+  prompt: Int[Array, "P"],
+  length: Int[Array, ""],
+  group: Group,
+) -> dict:
+  """The response_only gradient by two plain passes and jax.grad of the second.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    prompt: token ids, padded behind `length`.
+    length: real prompt tokens.
+    group: responses, and the scores' cotangents as in weighted_scores.
+  """
   config = dataclasses.replace(model.config, saved="everything")
   model = Model(config)
   captured = length - 1
-  span = _span(CAPACITY, captured)
+  span = _span(prompt.shape[0] - 1, captured)
   carry = tree_zeros(model.state_shapes(1)[1])
   _, rows, carry, _ = model.hidden(params, prompt[:-1], span, (), carry)
   pages = Pages(rows=rows, taps=None, length=captured, start=jnp.int32(0))
@@ -595,81 +663,73 @@ def _stopped_state_gradient(model, params, prompt, length, group: Group):
   return jax.grad(loss_of)(params.trainable)
 
 
-def _check_replay(case: _Case) -> None:
-  """Scores over a captured prompt equal those of full rows."""
-  for length, block in itertools.product(PROMPTS, (None, BLOCK)):
-    state = case.capture(case.params, length, 5, "full")
-    group = case.group
-    got = replay_scores(
-      case.model,
-      case.params,
-      state,
-      group.responses,
-      group.lengths,
-      block_size=block,
+def _check_replay(subject: _Subject) -> None:
+  """Scores over a captured prompt equal full rows; a member's own are the
+  same, bitwise, whoever was replayed before it."""
+  case = subject.chained
+  replay = case.replay(5, block_size=BLOCK)
+  members = tuple(range(len(LENGTHS)))
+  for length in PROMPTS:
+    _require_equal(
+      "replay",
+      replay(length, members),
+      case.full_rows(length)[1],
+      f"prompt of {length}, response blocks of {BLOCK}, ",
     )
-    _, wanted = case.full_rows(length)
-    what = f"prompt of {length}, response blocks of {block or 'all'}, "
-    wanted = (wanted["logprobs"], wanted["entropy"])
-    _require_equal("replay", got, wanted, what + "(logprobs, entropy)")
-
-
-def _check_order(case: _Case) -> None:
-  """A member's scores do not depend, bitwise, on who was replayed before."""
-  state = case.capture(case.params, PROMPTS[-1], 5, "full")
-  group = case.group
-  members = range(len(LENGTHS))
-  score = lambda order: replay_scores(
-    case.model,
-    case.params,
-    state,
-    group.responses[np.array(order)],
-    group.lengths[np.array(order)],
-    block_size=BLOCK,
-  )
-  wanted = np.stack(score(list(members)), -1)
+  wanted = _stacked(replay(PROMPTS[-1], members))
   for order in itertools.permutations(members):
-    got = np.stack(score(order), -1)
+    got = _stacked(replay(PROMPTS[-1], order))
     for place, member in enumerate(order):
+      error = np.abs(got[place] - wanted[member]).max()
       _require(
-        np.array_equal(got[place], wanted[member]),
-        "order",
+        bool(error == 0),
+        "replay",
         f"member {member} scores otherwise when members run as {order}, by "
-        f"{np.abs(got[place] - wanted[member]).max():.3g}",
+        f"{error:.3g}",
       )
 
 
-def _check_gradients(case: _Case) -> None:
+def _stacked(scores: dict) -> np.ndarray:
+  return np.stack(jax.tree.leaves(scores), axis=-1)
+
+
+def _check_gradients(subject: _Subject) -> None:
   """Every leaf of every form of the gradient equals plain jax.grad."""
+  case = subject.alone
+  _compare_gradients(
+    case,
+    {"full": lambda length: case.full_rows(length)[0]},
+    {("full", "group_gradient"): case.transaction(4, "full")},
+  )
+  case = subject.chained
+  oracles = {
+    "full": lambda length: case.full_rows(length)[0],
+    "response_only": case.stopped_state(),
+  }
   forms = {
-    "full": (
-      lambda n: case.group_gradient(n, 5, "full", block_size=BLOCK),
-      case.composed(4, "full", block_size=BLOCK, members_at_once=2),
+    ("full", "group_gradient"): case.transaction(5, "full", block_size=BLOCK),
+    ("full", "grad of replay(capture)"): case.composed(
+      4, "full", members_at_once=2
     ),
-    "response_only": (
-      lambda n: case.group_gradient(n, 5, "response_only"),
-      case.composed(5, "response_only", block_size=BLOCK),
+    ("response_only", "group_gradient"): case.transaction(5, "response_only"),
+    ("response_only", "grad of replay(capture)"): case.composed(
+      CAPACITY, "response_only", block_size=BLOCK
     ),
   }
-  for length in PROMPTS:
-    oracles = {
-      "full": case.full_rows(length)[0],
-      "response_only": case.stopped_state(length),
-    }
-    for scope, (transaction, composed) in forms.items():
-      what = f"{scope} scope, prompt of {length}, "
-      wanted = oracles[scope]
-      require_close_gradients(
-        "gradients", transaction(length)[0], wanted, what + "group_gradient"
-      )
-      require_close_gradients(
-        "gradients", composed(length), wanted, what + "grad of replay(capture)"
-      )
-  dead = [
-    path
-    for path, x in _leaves(case.full_rows(PROMPTS[-1])[0]).items()
-    if not np.any(x)
-  ]
+  _compare_gradients(case, oracles, forms)
+
+
+def _compare_gradients(case: _Case, oracles: dict, forms: dict) -> None:
+  """Gradients and scores of every form, for every prompt length."""
+  layers = "+".join(case.model.config.layer_types)
+  for (scope, form), gradient in forms.items():
+    for length in PROMPTS:
+      what = f"{layers}, {scope} scope, prompt of {length}, {form}"
+      grads, scores = gradient(length)
+      require_close_gradients("gradients", grads, oracles[scope](length), what)
+      _require_equal("gradients", scores, case.full_rows(length)[1], what)
+  whole = _leaves(case.full_rows(PROMPTS[-1])[0])
+  dead = [path for path, x in whole.items() if not np.any(x)]
   _require(
     not dead,
     "gradients",
@@ -679,19 +739,16 @@ def _check_gradients(case: _Case) -> None:
 
 # --- All of it -------------------------------------------------------------
 
-_ALONE = {
+_CHECKS = {
   "shapes": _check_shapes,
   "splits": _check_splits,
   "padding": _check_padding,
   "causality": _check_causality,
   "memory": _check_memory,
-}
-_IN_A_MODEL = {
   "replay": _check_replay,
-  "order": _check_order,
   "gradients": _check_gradients,
 }
-CHECKS = (*_ALONE, *_IN_A_MODEL)
+CHECKS = tuple(_CHECKS)
 
 
 def check_mixer(
@@ -708,11 +765,12 @@ def check_mixer(
   those returned, and every segment's tap is handed on ("shapes"); any split
   equals one pass ("splits"); padding changes nothing ("padding"); causality,
   by gradient ("causality"); no copies of the pages in a gradient's compiled
-  temporaries ("memory"). In models of two repeats, under a gated attention
-  layer: replay equals full rows ("replay"); members in any order, bitwise
-  ("order"); the full and the response_only gradient by group_gradient and by
-  jax.grad of replay(capture), every leaf against plain jax.grad, and by the
-  mixer alone in full scope ("gradients").
+  temporaries ("memory").
+
+  In models of two repeats, alone and under gated attention: replay equals
+  full rows, and members in any order, bitwise ("replay"); the full and the
+  response_only gradient, by group_gradient and by jax.grad of
+  replay(capture), every leaf against plain jax.grad ("gradients").
 
   Args:
     name: its key in longstraw_jax.MIXERS.
@@ -734,10 +792,4 @@ def check_mixer(
   with jax.enable_x64(True):
     subject = _Subject(name, config, trainable, tuple(narrow_carries))
     for check in checks:
-      if check in _ALONE:
-        _ALONE[check](subject)
-    wanted = [check for check in checks if check in _IN_A_MODEL]
-    if wanted:
-      case = _Case.create(*subject.model("gated_attention"))
-      for check in wanted:
-        _IN_A_MODEL[check](case)
+      _CHECKS[check](subject)

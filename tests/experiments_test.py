@@ -1,0 +1,85 @@
+"""The measuring scripts run, write rows and refuse bad flags in one line."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from absl.testing import parameterized
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+TINY = {
+  "gradient_parity": (
+    "--prompts=3 --chunks=2 --responses=2 --dtypes=float64 --group_size=2"
+  ),
+  "group_memory": (
+    "--preset=tiny-hybrid --prompt=64 --time_prompt=64 --response=4"
+    " --memory_groups=2,3 --time_groups=2 --chunk_size=32 --repeats=1"
+  ),
+}
+
+
+def run_script(name: str, *flags: str) -> subprocess.CompletedProcess:
+  environment = os.environ | {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+  }
+  return subprocess.run(
+    [sys.executable, "-m", f"experiments.{name}", *flags],
+    cwd=ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+class ScriptTest(parameterized.TestCase):
+  @parameterized.parameters(*TINY)
+  def test_rows_parse_and_say_what_they_are(self, name):
+    with tempfile.TemporaryDirectory() as out:
+      done = run_script(name, f"--out={out}", *TINY[name].split())
+      text = (pathlib.Path(out) / "rows.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    self.assertNotEmpty(rows, done.stderr)
+    for row in rows:
+      for key in "grad_scope preset seed P G R dtype device versions".split():
+        self.assertIn(key, row)
+    self.assertIn("grad_scope", done.stdout)
+    if name == "gradient_parity":
+      self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+      self.assertLen(rows, 6)
+      self.assertLess(max(row["error"] for row in rows), 1e-12)
+    else:
+      # Times of milliseconds prove nothing; the code says what was printed.
+      self.assertIn(done.returncode, (0, 1), done.stderr)
+      self.assertEqual(done.returncode == 1, "FAILED" in done.stdout)
+
+  @parameterized.parameters(
+    ("gradient_parity", "--preset=huge"),
+    ("gradient_parity", "--chunks=0"),
+    ("gradient_parity", "--responses=one"),
+    ("gradient_parity", "--dtypes=float8"),
+    ("gradient_parity", "--seed=x"),
+    ("group_memory", "--preset=huge"),
+    ("group_memory", "--repeats=0"),
+    ("group_memory", "--saved=some"),
+  )
+  def test_bad_flags_end_in_one_line(self, name, flag):
+    with tempfile.TemporaryDirectory() as out:
+      done = run_script(name, f"--out={out}", flag)
+    self.assertNotEqual(done.returncode, 0)
+    lines = done.stderr.strip().splitlines()
+    self.assertLen(lines, 1, done.stderr)
+    key, value = flag.lstrip("-").split("=")
+    self.assertIn(key, lines[0])
+    self.assertIn(value, lines[0])
+
+  @parameterized.parameters(*TINY)
+  def test_help_states_the_claim(self, name):
+    text = run_script(name, "--help").stdout
+    for word in ("Claim:", "Command:", "Cost:", "Expected result:"):
+      self.assertIn(word, text)
