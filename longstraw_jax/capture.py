@@ -184,9 +184,7 @@ def reverse_walk(
   """
   rows = jax.tree.leaves(state.pages)  # a model may have no rows or no carry
   carries = jax.tree.leaves(state.saved_carries)
-  room = (
-    rows[0].shape[-2] if rows else carries[0].shape[0] * state.chunk_size
-  )
+  room = rows[0].shape[-2] if rows else carries[0].shape[0] * state.chunk_size
   tokens = padded(prompt, room)
   return walk_backward(
     model,

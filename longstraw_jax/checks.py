@@ -145,8 +145,14 @@ def check_group(group, vocab_size: int, prompt_id) -> None:
     )
 
 
-def check_state(state, prompt, length, grad_scope, chunk_size) -> None:
-  """Refuses a state of another prompt length, scope or chunk size."""
+def check_state(state, prompt, length, grad_scope, chunk_size, step) -> None:
+  """Refuses a state of other weights, prompt length, scope or chunk size."""
+  made, wanted = concrete(state.step), concrete(step)
+  if made is not None and wanted is not None and int(made) != int(wanted):
+    raise ValueError(
+      f"the state was made by the weights of step {int(made)}, these are of "
+      f"step {int(wanted)}: capture it again"
+    )
   if state.grad_scope != grad_scope or state.chunk_size != chunk_size:
     raise ValueError(
       f"the state was captured with grad_scope {state.grad_scope!r} and "

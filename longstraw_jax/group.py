@@ -16,7 +16,7 @@ from longstraw_jax.replay import (
   score_members,
 )
 from longstraw_jax.state import PromptState
-from longstraw_jax.types import Group, Tree
+from longstraw_jax.types import Group
 
 Objective = Callable[[Array, Array, Group], tuple[Array, dict]]
 
@@ -38,6 +38,7 @@ def group_gradient(
   page_grad_dtype: str | None = None,
   state: PromptState | None = None,
   prompt_id: Int[Array, ""] | int | None = None,
+  step: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, ""], dict, dict]:
   """Loss, gradient and metrics of one group at the memory of one branch.
 
@@ -66,6 +67,8 @@ def group_gradient(
     state: a state captured from this prompt with these parameters and this
       scope; saves the capture.
     prompt_id: the id that `group` must carry; unchecked if None.
+    step: the optimizer step of `params`, which `state` must carry; None
+      leaves it to the caller that a stale state is wanted.
 
   Returns:
     The loss, gradients like params.trainable in float32 or wider, and the
@@ -89,7 +92,7 @@ def group_gradient(
       prompt_id=0 if prompt_id is None else prompt_id,
     )
   else:
-    check_state(state, prompt, length, grad_scope, chunk_size)
+    check_state(state, prompt, length, grad_scope, chunk_size, step)
   room = group.responses.shape[1]
   return _group_gradient(
     model,
@@ -141,8 +144,3 @@ def _group_gradient(
       model, params, prompt, state, page_grads, sums.replace(priors=())
     )
   return loss, sums.params, metrics
-
-
-def add_gradients(total: Tree | None, new: Tree) -> Tree:
-  """Sum of two gradient trees; None counts as zero."""
-  return new if total is None else jax.tree.map(jnp.add, total, new)

@@ -31,10 +31,10 @@ def replay(
   block_size: int | None = None,
   members_at_once: int = 1,
 ) -> Float[Array, "G R"]:
-  """log pi(responses[g, t] | prompt, responses[g, :t]), zero at t >= lengths[g].
+  """log pi(responses[g, t] given prompt and responses[g, :t]), [G, R].
 
-  Differentiable in params and, where the state's grad_scope says so, through
-  the state into the prompt. A lax.map over the members runs forward; the
+  Zero from lengths[g] on. Differentiable in params and, by its grad_scope, in
+  the state and so in the prompt. A lax.map over the members runs forward; the
   backward pass runs them again one by one and threads a single accumulator of
   the prompt's pages. Forward-mode differentiation is refused.
 
@@ -101,7 +101,7 @@ def check_replay_sizes(block_size: int | None, members_at_once: int) -> None:
 
 
 def member_batches(members_at_once: int, tree: Tree) -> Tree:
-  """[G, ...] leaves as [batches, M, ...] padded with zeros, or [G, ...] if M = 1.
+  """[G, ...] leaves as [batches, M, ...], padded with zeros; as is if M = 1.
 
   A padding member has length 0: it scores nothing and its gradient is zero.
   """

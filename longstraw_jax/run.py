@@ -6,7 +6,6 @@ import pathlib
 from typing import Any
 
 from flax import struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 import matplotlib

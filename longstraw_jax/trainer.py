@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from longstraw_jax.capture import capture
-from longstraw_jax.checks import GRAD_SCOPES, check_group, check_prompt
+from longstraw_jax.checks import check_group, check_prompt, check_scope
 from longstraw_jax.group import group_gradient
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.objectives import (
@@ -71,12 +71,7 @@ class EngineConfig:
   prompts_at_once: int = 1
 
   def __post_init__(self):
-    _require(
-      self.grad_scope in GRAD_SCOPES,
-      "grad_scope",
-      self.grad_scope,
-      f"use one of {GRAD_SCOPES}",
-    )
+    check_scope(self.grad_scope, self.tail_chunks)
     for name in ("chunk_size", "members_at_once", "prompts_at_once"):
       value = getattr(self, name)
       _require(value >= 1, name, value, "use at least 1")
@@ -92,6 +87,11 @@ class OptimizerConfig:
   b2: float = 0.95
   weight_decay: float = 0.0
   max_grad_norm: float = 1.0
+
+  def __post_init__(self):
+    for name in ("learning_rate", "max_grad_norm"):
+      value = getattr(self, name)
+      _require(value > 0, name, value, "use a positive number")
 
   def build(self) -> optax.GradientTransformation:
     """The optax transformation."""
@@ -147,6 +147,13 @@ class TrainConfig:
       self.advantages,
       f"use one of {ADVANTAGE_MODES}",
     )
+    if self.objective.normalization == "constant":
+      _require(
+        self.constant_length is not None and self.constant_length >= 1,
+        "constant_length",
+        self.constant_length,
+        "normalization 'constant' needs a number of tokens",
+      )
     _require(
       self.refresh_every == 1 or self.engine.grad_scope == "response_only",
       "refresh_every",
@@ -340,7 +347,7 @@ def update(
   metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
   return learner, metrics | {
     "loss": loss,
-    "grad_norm": optax.global_norm(grads),
+    "grad_norm": optax.tree.norm(grads),
   }
 
 
@@ -445,9 +452,11 @@ class Trainer:
     jax.block_until_ready(groups)
     clock.lap("score")
     figures = []
-    for number in range(config.updates_per_rollout):
-      if number and number % config.refresh_every == 0:
-        states = None  # the weights have moved on: capture again
+    for _ in range(config.updates_per_rollout):
+      if states is not None:
+        age = int(learner.step) - int(states.step[0])
+        if age >= config.refresh_every:
+          states = None  # too old: every later update captures anew
       learner, metrics = update(
         self.model,
         engine,

@@ -60,6 +60,10 @@ def dense_gradients(q, rows, cotangents, length):
   return jax.vjp(call, q, rows)[1](cotangents)
 
 
+def member_of(tree, index):
+  return jax.tree.map(lambda x: x[index], tree)
+
+
 def softmax_part(q, rows, positions, filled):
   del positions
   mask = jnp.broadcast_to(filled, (q.shape[0], filled.shape[0]))
@@ -176,7 +180,7 @@ class PagesTest(parameterized.TestCase):
     args = (q, used, cotangents, used)
     out, (dq, total) = jax.jit(gradients)(*args)
     for i in range(members):
-      member = jax.tree.map(lambda x, i=i: x[i], cotangents)
+      member = member_of(cotangents, i)
       wanted, drows = dense_gradients(q[i], rows, member, 16)
       layer = {name: x[LAYER, :, :16] for name, x in rows.items()}
       self.assert_close((out[0][i], out[1][i]), dense(q[i], **layer))
@@ -199,8 +203,7 @@ class PagesTest(parameterized.TestCase):
 
     got = jax.vmap(one)(q, rows, used, cotangents)
     for i, member in enumerate(members):
-      mine = jax.tree.map(lambda x, i=i: x[i], got)
-      self.assert_close(mine, one(*member))
+      self.assert_close(member_of(got, i), one(*member))
 
   def test_read_block_marks_rows_and_adds_to_the_tap(self):
     _, rows, used, _ = arrays()
@@ -281,12 +284,11 @@ class PagesTest(parameterized.TestCase):
     gradients = lambda q, rows, cotangents: jax.vjp(own, q, rows)[1](cotangents)
     got = jax.jit(jax.vmap(gradients))(q, stored, cotangents)
     for i in range(2):
-      take = functools.partial(np.take, indices=i, axis=0)
-      mine = functools.partial(jax.tree.map, take)
       padded = {n: np.stack([0 * x[i], x[i]]) for n, x in stored.items()}
-      dq, drows = dense_gradients(q[i], padded, mine(cotangents), 16)
-      self.assert_close(mine(got)[0], dq)
-      self.assert_close(mine(got)[1], {n: x[LAYER] for n, x in drows.items()})
+      dq, drows = dense_gradients(q[i], padded, member_of(cotangents, i), 16)
+      own_dq, own_drows = member_of(got, i)
+      self.assert_close(own_dq, dq)
+      self.assert_close(own_drows, {n: x[LAYER] for n, x in drows.items()})
 
 
 if __name__ == "__main__":

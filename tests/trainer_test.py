@@ -1,0 +1,176 @@
+"""One step of the loop against what it is made of."""
+
+import dataclasses
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longstraw_jax import PRESETS, Group, Model, PolicyObjective
+from longstraw_jax.rewards import RewardError
+from longstraw_jax.tasks import Corpus, TaskConfig, make_task
+from longstraw_jax.testing.baselines import group_scores
+from longstraw_jax.tokenizer import ByteTokenizer
+from longstraw_jax.trainer import (
+  EngineConfig,
+  OptimizerConfig,
+  SamplingConfig,
+  TrainConfig,
+  Trainer,
+  combine_metrics,
+  make_learner,
+  score_reference,
+)
+
+CONFIG = dataclasses.replace(
+  PRESETS["tiny-hybrid"],
+  vocab_size=258,
+  stages=(dataclasses.replace(PRESETS["tiny-hybrid"].stages[0], repeats=1),),
+)
+MODEL = Model(CONFIG)
+PARAMS = MODEL.init(jax.random.key(0))
+TASK = make_task(
+  TaskConfig(prompt_tokens=72, num_facts=1),
+  Corpus.standard_library(),
+  ByteTokenizer(),
+)
+BASE = TrainConfig(
+  prompts_per_step=2,
+  sampling=SamplingConfig(group_size=3, max_tokens=3),
+  engine=EngineConfig(chunk_size=24, prompts_at_once=2, members_at_once=3),
+  optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+)
+
+
+def _length_reward(prompt_text, response_text, info):
+  """Something that varies within a group of random responses."""
+  del prompt_text, info
+  return sum(response_text.encode()) % 7 / 7
+
+
+def _trainer(reward=_length_reward, **changes):
+  config = dataclasses.replace(BASE, **changes)
+  return Trainer(MODEL, config, TASK, ByteTokenizer(), reward)
+
+
+def _step(trainer, reference=None):
+  learner = make_learner(PARAMS, trainer.config.optimizer)
+  return trainer.step(learner, 0, reference)
+
+
+def _distance(a, b):
+  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+  return max(float(jnp.abs(x - y).max()) for x, y in pairs)
+
+
+class StepTest(parameterized.TestCase):
+  def test_the_first_update_is_on_policy(self):
+    learner, row = _step(_trainer())
+    self.assertLess(row["ratio_deviation_max"], 1e-6)
+    self.assertEqual(row["clip_share"], 0)
+    self.assertLess(abs(row["loss"]), 1e-6)
+    self.assertGreater(row["grad_norm"], 0.01)
+    self.assertLess(row["mismatch_max"], 1e-4)
+    self.assertEqual(int(learner.step), 1)
+    self.assertGreater(_distance(learner.params, PARAMS), 1e-3)
+
+  def test_later_updates_leave_the_trust_region(self):
+    learner, row = _step(_trainer(updates_per_rollout=4))
+    self.assertGreater(row["clip_share"], 0)
+    self.assertGreater(row["ratio_deviation_max"], 0.2)
+    self.assertEqual(int(learner.step), 4)
+
+  def test_refresh_policy(self):
+    """Updates over a stale state differ from those over a fresh one."""
+    engine = dataclasses.replace(BASE.engine, grad_scope="response_only")
+    fresh, stale = (
+      _step(_trainer(engine=engine, updates_per_rollout=2, refresh_every=n))[0]
+      for n in (1, 2)
+    )
+    self.assertGreater(_distance(fresh.params, stale.params), 1e-5)
+
+  @parameterized.parameters("member", "token", "constant")
+  def test_nothing_depends_on_how_prompts_and_members_are_batched(self, mode):
+    objective = PolicyObjective(normalization=mode)
+    alone = EngineConfig(chunk_size=24)
+    together, apart = (
+      _step(_trainer(engine=e, objective=objective, constant_length=4))
+      for e in (BASE.engine, alone)
+    )
+    self.assertLess(abs(together[1]["loss"] - apart[1]["loss"]), 1e-6)
+    np.testing.assert_allclose(
+      together[1]["grad_norm"], apart[1]["grad_norm"], rtol=1e-4
+    )
+
+  def test_the_reference_has_a_state_of_its_own(self):
+    objective = PolicyObjective(kl_coef=0.1)
+    trainer = _trainer(objective=objective)
+    self.assertLess(_step(trainer, PARAMS)[1]["kl_ref"], 1e-6)
+    other = MODEL.init(jax.random.key(1))
+    self.assertGreater(_step(trainer, other)[1]["kl_ref"], 1e-2)
+
+  def test_reference_scores_equal_a_conventional_pass(self):
+    trainer = _trainer()
+    examples = trainer.examples(0)
+    prompts = jnp.stack([jnp.asarray(e.prompt_ids) for e in examples])
+    responses = jax.random.randint(jax.random.key(3), (2, 3, 3), 0, 258)
+    lengths = jnp.array([3, 1, 2])
+    groups = jax.vmap(lambda ids: Group.create(ids, lengths))(responses)
+    scores = score_reference(MODEL, BASE.engine, PARAMS, groups, prompts)
+    for i in range(2):
+      group = jax.tree.map(lambda x, i=i: x[i], groups)
+      expected, _ = group_scores(MODEL, PARAMS, prompts[i], group)
+      np.testing.assert_allclose(scores[i], expected, atol=1e-5)
+
+  @parameterized.parameters(float("nan"), float("inf"), None, "three")
+  def test_a_bad_reward_names_its_member(self, value):
+    trainer = _trainer(reward=lambda *unused: value)
+    with self.assertRaisesRegex(RewardError, "member 0"):
+      _step(trainer)
+
+  def test_evaluation_repeats_itself(self):
+    trainer = _trainer()
+    learner = make_learner(PARAMS, BASE.optimizer)
+    first, again = (trainer.evaluate(learner, 5, 4) for _ in range(2))
+    self.assertEqual(first.shape, (5,))
+    np.testing.assert_array_equal(first, again)
+
+  def test_supervised_steps_learn_the_answers(self):
+    trainer = _trainer()
+    learner = make_learner(PARAMS, BASE.optimizer)
+    losses = []
+    for step in range(8):
+      learner, row = trainer.supervised_step(
+        learner, step, TASK, 2, BASE.optimizer
+      )
+      losses.append(row["nll"])
+    self.assertLess(losses[-1], losses[0] - 1)
+
+  def test_steps_draw_different_prompts(self):
+    trainer = _trainer()
+    ids = [e.prompt_id for step in range(3) for e in trainer.examples(step)]
+    self.assertLen(set(ids), 6)
+
+
+class CombineMetricsTest(parameterized.TestCase):
+  def test_sums_weighted_means_and_maxima(self):
+    metrics = {
+      "loss": np.float32(3.0),
+      "num_tokens": np.array([1.0, 3.0]),
+      "entropy": np.array([4.0, 8.0]),
+      "mismatch_max": np.array([0.1, 0.7]),
+      "policy_loss": np.array([1.0, 2.0]),
+      "zero_spread": np.array([1.0, 0.0]),
+    }
+    second = metrics | {"entropy": np.array([0.0, 0.0])}
+    self.assertEqual(
+      combine_metrics([metrics, second]),
+      {
+        "loss": 3.0,
+        "num_tokens": 4.0,
+        "entropy": 3.5,
+        "mismatch_max": 0.7,
+        "policy_loss": 3.0,
+      },
+    )
