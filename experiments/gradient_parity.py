@@ -136,13 +136,17 @@ def run(values: dict) -> int:
     common_flags.require(
       dtype in TOLERANCE, "dtypes", dtype, f"use {sorted(TOLERANCE)}"
     )
+  for scope in values["scopes"]:
+    common_flags.require(
+      scope in SCOPES, "scopes", scope, f"use {sorted(SCOPES)}"
+    )
   cases = [
     {"dtype": d, "P": p, "chunk_size": c, "R": r, "grad_scope": scope}
     for d in values["dtypes"]
     for p in sizes["prompts"]
     for c in sizes["chunks"]
     for r in sizes["responses"]
-    for scope in SCOPES
+    for scope in values["scopes"]
   ]
   writer = RowWriter(
     values["out"], preset=values["preset"], seed=values["seed"]
@@ -171,5 +175,6 @@ if __name__ == "__main__":
   flags.DEFINE_list("chunks", ["64", "100"], "Chunk sizes.")
   flags.DEFINE_list("responses", ["1", "20"], "Response lengths R.")
   flags.DEFINE_list("dtypes", ["float64", "float32"], "Dtypes of everything.")
+  flags.DEFINE_list("scopes", list(SCOPES), "Gradient scopes.")
   flags.DEFINE_integer("group_size", 3, "Members G.")
   app.run(exit_code(main), flags_parser=common_flags.parse)

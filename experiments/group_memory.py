@@ -29,8 +29,9 @@ from longstraw_jax.flops import (
   serial_remat_flops,
 )
 from longstraw_jax.testing.baselines import (
+  compile_gradient,
   conventional_gradient,
-  gradient_memory,
+  planned_bytes,
   serial_remat_gradient,
 )
 
@@ -79,7 +80,9 @@ def memory_rows(values: dict, model: Model, writer: RowWriter) -> bool:
   sizes = {}
   for kind, group in common_flags.progress(cases, len(cases)):
     gradient = gradient_of(kind, model, values["chunk_size"])
-    size = gradient_memory(gradient, model, prompt, group, response)
+    size = planned_bytes(
+      compile_gradient(gradient, model, prompt, group, response)
+    )
     sizes[kind, group] = size / MIB
     writer.write(
       part="memory",
@@ -136,12 +139,13 @@ def timed(values: dict, model: Model, group: int):
   calls, skipped = {}, {}
   for kind in (*OURS, *BASELINES):
     gradient = gradient_of(kind, model, values["chunk_size"])
-    size = gradient_memory(gradient, model, prompt, group, response)
+    compiled = compile_gradient(gradient, model, prompt, group, response)
+    size = planned_bytes(compiled)
     if size > limit:
       skipped[kind] = f"needs {size / GIB:.1f} GiB"
       continue
-    calls[kind] = jax.jit(gradient)
-    jax.block_until_ready(calls[kind](*inputs))
+    calls[kind] = compiled
+    jax.block_until_ready(compiled(*inputs))
   seconds = dict.fromkeys(calls, np.inf)
   for _ in range(values["repeats"]):
     for kind, call in calls.items():

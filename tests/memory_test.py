@@ -33,7 +33,9 @@ def measure(kind, prompt, group):
     call = lambda *xs: group_gradient(
       model, *xs, objective, chunk_size=CHUNK, grad_scope=kind
     )
-  return baselines.gradient_memory(call, model, prompt, group, RESPONSE)
+  return baselines.planned_bytes(
+    baselines.compile_gradient(call, model, prompt, group, RESPONSE)
+  )
 
 
 cases = json.loads(sys.argv[1])

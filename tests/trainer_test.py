@@ -83,19 +83,22 @@ class StepTest(parameterized.TestCase):
 
   def test_refresh_policy(self):
     """Updates over a stale state differ from those over a fresh one."""
-    engine = dataclasses.replace(BASE.engine, grad_scope="response_only")
+    changes = {
+      "engine": dataclasses.replace(BASE.engine, grad_scope="response_only"),
+      # Small steps: what is clipped would have no gradient over either.
+      "optimizer": OptimizerConfig(learning_rate=1e-4, warmup_steps=0),
+      "updates_per_rollout": 2,
+    }
     fresh, stale = (
-      _step(_trainer(engine=engine, updates_per_rollout=2, refresh_every=n))[0]
-      for n in (1, 2)
+      _step(_trainer(refresh_every=n, **changes))[0] for n in (1, 2)
     )
-    self.assertGreater(_distance(fresh.params, stale.params), 1e-5)
+    self.assertGreater(_distance(fresh.params, stale.params), 1e-7)
 
-  @parameterized.parameters("member", "token", "constant")
-  def test_nothing_depends_on_how_prompts_and_members_are_batched(self, mode):
-    objective = PolicyObjective(normalization=mode)
+  def test_nothing_depends_on_how_prompts_and_members_are_batched(self):
+    objective = PolicyObjective(normalization="token")
     alone = EngineConfig(chunk_size=24)
     together, apart = (
-      _step(_trainer(engine=e, objective=objective, constant_length=4))
+      _step(_trainer(engine=e, objective=objective))
       for e in (BASE.engine, alone)
     )
     self.assertLess(abs(together[1]["loss"] - apart[1]["loss"]), 1e-6)

@@ -99,10 +99,10 @@ def serial_remat_gradient(
 # --- What a gradient needs of memory, without running it -------------------
 
 
-def gradient_memory(
+def compile_gradient(
   gradient: Callable, model: Model, prompt: int, group: int, response: int
-) -> int:
-  """Bytes of temporaries and outputs that the compiler plans, nothing run.
+) -> jax.stages.Compiled:
+  """Compiles a gradient from shapes alone; nothing is allocated or run.
 
   Args:
     gradient: (params, prompt, group) -> anything.
@@ -114,7 +114,11 @@ def gradient_memory(
   ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   params = jax.eval_shape(model.init, jax.random.key(0))
   members = jax.eval_shape(Group.create, ids(group, response), ids(group))
-  compiled = jax.jit(gradient).lower(params, ids(prompt), members).compile()
+  return jax.jit(gradient).lower(params, ids(prompt), members).compile()
+
+
+def planned_bytes(compiled: jax.stages.Compiled) -> int:
+  """Temporaries and outputs that a compiled program needs."""
   plan = compiled.memory_analysis()
   return plan.temp_size_in_bytes + plan.output_size_in_bytes
 
