@@ -16,16 +16,16 @@ from longstraw_jax import PRESETS, Model, PolicyObjective
 from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
+from longstraw_jax.steps import Learner
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.tokenizer import load_tokenizer
-from longstraw_jax.trainer import (
+from longstraw_jax.train_config import (
   EngineConfig,
-  Learner,
   OptimizerConfig,
   SamplingConfig,
   TrainConfig,
-  Trainer,
 )
+from longstraw_jax.trainer import Trainer
 
 # Every config of a training run: its defaults here, its flags' prefix, and
 # fields that are no flags of their own.

@@ -24,13 +24,10 @@ from longstraw_jax.metrics import (
 )
 from longstraw_jax.models.model import Params
 from longstraw_jax.rewards import RewardError
+from longstraw_jax.steps import Learner, make_learner
 from longstraw_jax.tasks import Task
-from longstraw_jax.trainer import (
-  Learner,
-  OptimizerConfig,
-  Trainer,
-  make_learner,
-)
+from longstraw_jax.train_config import OptimizerConfig
+from longstraw_jax.trainer import Trainer
 
 WARM_START, GRPO, FINAL = "warm_start", "grpo", "final"
 
@@ -283,4 +280,3 @@ def plot_curve(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
   axes.legend(loc="best")
   figure.savefig(path, dpi=120)
   plt.close(figure)
-

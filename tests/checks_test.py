@@ -17,7 +17,11 @@ from longstraw_jax import (
   group_gradient,
   replay,
 )
-from longstraw_jax.trainer import EngineConfig, OptimizerConfig, TrainConfig
+from longstraw_jax.train_config import (
+  EngineConfig,
+  OptimizerConfig,
+  TrainConfig,
+)
 
 CONFIG = dataclasses.replace(
   PRESETS["tiny-hybrid"], dtype="float64", param_dtype="float64"
@@ -167,12 +171,7 @@ class ConfigChecksTest(parameterized.TestCase):
       make()
 
   def test_an_unknown_layer_lists_what_there_is(self):
-    stage = dataclasses.replace(
-      CONFIG.stages[0],
-      pattern=(
-        dataclasses.replace(CONFIG.stages[0].pattern[0], mixer="mamba"),
-      ),
-    )
+    stage = Stage(pattern=(LayerSpec(mixer="mamba"),), repeats=1)
     model = Model(dataclasses.replace(CONFIG, stages=(stage,)))
     with self.assertRaisesRegex(KeyError, "'mamba' is not registered"):
       model.init(jax.random.key(0))

@@ -9,19 +9,17 @@ import numpy as np
 
 from longstraw_jax import PRESETS, Group, Model, PolicyObjective
 from longstraw_jax.rewards import RewardError
+from longstraw_jax.steps import make_learner, score_reference
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.testing.baselines import group_scores
 from longstraw_jax.tokenizer import ByteTokenizer
-from longstraw_jax.trainer import (
+from longstraw_jax.train_config import (
   EngineConfig,
   OptimizerConfig,
   SamplingConfig,
   TrainConfig,
-  Trainer,
-  combine_metrics,
-  make_learner,
-  score_reference,
 )
+from longstraw_jax.trainer import Trainer, combine_metrics
 
 CONFIG = dataclasses.replace(
   PRESETS["tiny-hybrid"],

@@ -1,0 +1,213 @@
+"""What a training step does on the device, over many prompts at once."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+import optax
+
+from longstraw_jax.capture import capture
+from longstraw_jax.group import group_gradient
+from longstraw_jax.models.model import Model, Params
+from longstraw_jax.replay import replay_scores
+from longstraw_jax.rollout import rollout
+from longstraw_jax.state import PromptState
+from longstraw_jax.train_config import (
+  EngineConfig,
+  OptimizerConfig,
+  SamplingConfig,
+)
+from longstraw_jax.types import Group, Tree
+
+
+@struct.dataclass
+class Learner:
+  """What an optimizer step replaces.
+
+  Attributes:
+    params: the policy.
+    opt_state: of the optimizer; it knows the trainable leaves only.
+    step: optimizer steps taken.
+  """
+
+  params: Params
+  opt_state: Tree
+  step: Int[Array, ""]
+
+
+def make_learner(params: Params, optimizer: OptimizerConfig) -> Learner:
+  """A learner that has taken no step."""
+  opt_state = optimizer.build().init(params.trainable)
+  return Learner(params=params, opt_state=opt_state, step=jnp.int32(0))
+
+
+def per_prompt(fn: Callable, prompts_at_once: int, *trees: Tree) -> Tree:
+  """Maps `fn` over the leading axis, so many entries of it at a time."""
+  call = lambda args: fn(*args)
+  if prompts_at_once == 1:
+    return lax.map(call, trees)
+  return lax.map(call, trees, batch_size=prompts_at_once)
+
+
+def _capture(model, engine: EngineConfig, params, prompt, prompt_id, step):
+  return capture(
+    model,
+    params,
+    prompt,
+    chunk_size=engine.chunk_size,
+    grad_scope=engine.grad_scope,
+    tail_chunks=engine.tail_chunks,
+    step=step,
+    prompt_id=prompt_id,
+  )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def rollout_groups(
+  model: Model,
+  engine: EngineConfig,
+  sampling: SamplingConfig,
+  stop_ids: tuple[int, ...],
+  learner: Learner,
+  prompts: Int[Array, "B P"],
+  prompt_ids: Int[Array, "B"],
+  keys: jax.Array,
+) -> tuple[PromptState, Group]:
+  """Captures every prompt and samples its group; a leading axis B on both."""
+
+  def one(prompt, prompt_id, key):
+    state = _capture(
+      model, engine, learner.params, prompt, prompt_id, learner.step
+    )
+    group = rollout(
+      model,
+      learner.params,
+      state,
+      key,
+      **dataclasses.asdict(sampling),
+      stop_ids=stop_ids,
+    )
+    return state, group
+
+  return per_prompt(one, engine.prompts_at_once, prompts, prompt_ids, keys)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def score_groups(
+  model: Model,
+  engine: EngineConfig,
+  params: Params,
+  groups: Group,
+  states: PromptState,
+) -> Float[Array, "B G R"]:
+  """Log-probabilities of every response over the states given."""
+
+  def one(group, state):
+    return replay_scores(
+      model,
+      params,
+      state,
+      group.responses,
+      group.lengths,
+      block_size=engine.block_size,
+      members_at_once=engine.members_at_once,
+    )[0]
+
+  return per_prompt(one, engine.prompts_at_once, groups, states)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def score_reference(
+  model: Model,
+  engine: EngineConfig,
+  params: Params,
+  groups: Group,
+  prompts: Int[Array, "B P"],
+) -> Float[Array, "B G R"]:
+  """Log-probabilities under frozen weights, over states of their own."""
+
+  def one(group, prompt):
+    frozen = dataclasses.replace(
+      engine, grad_scope="response_only", tail_chunks=None
+    )
+    state = _capture(model, frozen, params, prompt, group.prompt_id, 0)
+    one_prompt = jax.tree.map(lambda x: x[None], (group, state))
+    return score_groups(model, frozen, params, *one_prompt)[0]
+
+  return per_prompt(one, engine.prompts_at_once, groups, prompts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def update(
+  model: Model,
+  engine: EngineConfig,
+  optimizer: OptimizerConfig,
+  objective: Callable,
+  learner: Learner,
+  prompts: Int[Array, "B P"],
+  groups: Group,
+  states: PromptState | None,
+) -> tuple[Learner, dict[str, Array]]:
+  """One optimizer step on the summed gradient of a step's groups.
+
+  Args:
+    model: the model.
+    engine: how gradients are computed.
+    optimizer: its settings.
+    objective: of one group.
+    learner: the weights and the optimizer's state.
+    prompts: of the groups.
+    groups: with advantages and denominators.
+    states: captured with these weights (or stale by policy); None captures.
+
+  Returns:
+    The learner one step on; the metrics of every group, [B] each, with the
+    summed loss and the gradient's norm.
+  """
+
+  def one(prompt, group, state):
+    return group_gradient(
+      model,
+      learner.params,
+      prompt,
+      group,
+      objective,
+      chunk_size=engine.chunk_size,
+      grad_scope=engine.grad_scope,
+      tail_chunks=engine.tail_chunks,
+      block_size=engine.block_size,
+      members_at_once=engine.members_at_once,
+      state=state,
+    )
+
+  def batch(total, inputs):
+    loss, grads, metrics = jax.vmap(one)(*inputs)
+    add = lambda total, x: total + x.sum(0)
+    return jax.tree.map(add, total, (loss, grads)), metrics
+
+  at_once = engine.prompts_at_once
+  batches = jax.tree.map(
+    lambda x: x.reshape(-1, at_once, *x.shape[1:]), (prompts, groups, states)
+  )
+  shapes = jax.eval_shape(jax.vmap(one), *jax.tree.map(lambda x: x[0], batches))
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes[:2])
+  (loss, grads), metrics = lax.scan(batch, zeros, batches)
+  updates, opt_state = optimizer.build().update(
+    grads, learner.opt_state, learner.params.trainable
+  )
+  trainable = optax.apply_updates(learner.params.trainable, updates)
+  learner = Learner(
+    params=learner.params.replace(trainable=trainable),
+    opt_state=opt_state,
+    step=learner.step + 1,
+  )
+  metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
+  return learner, metrics | {
+    "loss": loss,
+    "grad_norm": optax.tree.norm(grads),
+  }

@@ -1,0 +1,137 @@
+"""Frozen configurations of a training run."""
+
+import dataclasses
+
+import optax
+
+from longstraw_jax.checks import check_scope
+from longstraw_jax.objectives import ADVANTAGE_MODES, PolicyObjective
+
+
+def _require(ok: bool, name: str, value, remedy: str) -> None:
+  if not ok:
+    raise ValueError(f"{name} is {value!r}: {remedy}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+  """How responses are sampled; the fields are those of `rollout`."""
+
+  group_size: int = 16
+  max_tokens: int = 2
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+  """How gradients are computed.
+
+  Attributes:
+    grad_scope: "full", "tail" or "response_only".
+    tail_chunks: chunks a `tail` gradient walks back over.
+    chunk_size: prompt tokens processed at once.
+    block_size: response tokens processed at once; None takes all.
+    members_at_once: members replayed together.
+    prompts_at_once: prompts worked on together.
+  """
+
+  grad_scope: str = "full"
+  tail_chunks: int | None = None
+  chunk_size: int = 128
+  block_size: int | None = None
+  members_at_once: int = 1
+  prompts_at_once: int = 1
+
+  def __post_init__(self):
+    check_scope(self.grad_scope, self.tail_chunks)
+    for name in ("chunk_size", "members_at_once", "prompts_at_once"):
+      value = getattr(self, name)
+      _require(value >= 1, name, value, "use at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+  """AdamW with a clipped global norm and a linear warm-up."""
+
+  learning_rate: float = 1e-3
+  warmup_steps: int = 10
+  b1: float = 0.9
+  b2: float = 0.95
+  weight_decay: float = 0.0
+  max_grad_norm: float = 1.0
+
+  def __post_init__(self):
+    for name in ("learning_rate", "max_grad_norm"):
+      value = getattr(self, name)
+      _require(value > 0, name, value, "use a positive number")
+
+  def build(self) -> optax.GradientTransformation:
+    """The optax transformation."""
+    schedule = optax.linear_schedule(
+      self.learning_rate / max(self.warmup_steps, 1),
+      self.learning_rate,
+      self.warmup_steps,
+    )
+    return optax.chain(
+      optax.clip_by_global_norm(self.max_grad_norm),
+      optax.adamw(schedule, self.b1, self.b2, weight_decay=self.weight_decay),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  """One GRPO run.
+
+  Attributes:
+    prompts_per_step: groups whose gradients one optimizer step sums.
+    updates_per_rollout: optimizer steps on the same groups.
+    refresh_every: updates that may share one captured state. Above 1 the
+      state goes stale, which only `response_only` allows.
+    advantages: "std", "none" or "leave_one_out".
+    constant_length: tokens that normalization "constant" divides by.
+    seed: of sampling and of the order of prompts.
+  """
+
+  prompts_per_step: int = 16
+  updates_per_rollout: int = 1
+  refresh_every: int = 1
+  advantages: str = "std"
+  constant_length: int | None = None
+  seed: int = 0
+  sampling: SamplingConfig = SamplingConfig()
+  engine: EngineConfig = EngineConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  objective: PolicyObjective = PolicyObjective()
+
+  def __post_init__(self):
+    for name in ("prompts_per_step", "updates_per_rollout", "refresh_every"):
+      value = getattr(self, name)
+      _require(value >= 1, name, value, "use at least 1")
+    _require(
+      self.prompts_per_step % self.engine.prompts_at_once == 0,
+      "prompts_at_once",
+      self.engine.prompts_at_once,
+      f"it must divide prompts_per_step = {self.prompts_per_step}",
+    )
+    _require(
+      self.advantages in ADVANTAGE_MODES,
+      "advantages",
+      self.advantages,
+      f"use one of {ADVANTAGE_MODES}",
+    )
+    if self.objective.normalization == "constant":
+      _require(
+        self.constant_length is not None and self.constant_length >= 1,
+        "constant_length",
+        self.constant_length,
+        "normalization 'constant' needs a number of tokens",
+      )
+    _require(
+      self.refresh_every == 1 or self.engine.grad_scope == "response_only",
+      "refresh_every",
+      self.refresh_every,
+      "a stale state has no gradient through its prompt; use 1, or "
+      "grad_scope 'response_only'",
+    )
