@@ -151,6 +151,8 @@ class Trainer:
     clock.lap("update")
     tokens = prompts.size + int(np.sum(jax.device_get(groups.lengths)))
     row = summarize_groups(groups) | combine_metrics(figures)
+    if reference is None:
+      del row["kl_ref"]  # there is nothing to be far from
     return learner, row | clock.rates(tokens)
 
   def _finish(self, groups: Group, rewards: np.ndarray) -> Group:
