@@ -1,7 +1,6 @@
 """The measuring scripts run, write rows and refuse bad flags in one line."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -24,16 +23,9 @@ TINY = {
 
 
 def run_script(name: str, *flags: str) -> subprocess.CompletedProcess:
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": (
-      "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    ),
-  }
   return subprocess.run(
     [sys.executable, "-m", f"experiments.{name}", *flags],
     cwd=ROOT,
-    env=environment,
     capture_output=True,
     text=True,
     check=False,

@@ -62,13 +62,7 @@ def planned() -> dict[tuple, int]:
   script = _SCRIPT.replace("CHUNK", str(CHUNK)).replace(
     "RESPONSE", str(RESPONSE)
   )
-  environment = os.environ | {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_X64": "0",
-    "XLA_FLAGS": (
-      "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    ),
-  }
+  environment = os.environ | {"JAX_ENABLE_X64": "0"}
   done = subprocess.run(
     [sys.executable, "-c", script, json.dumps(CASES)],
     env=environment,
@@ -103,7 +97,7 @@ class MemoryTest(parameterized.TestCase):
 
   @parameterized.parameters(("full", 2.5), ("response_only", 1.25))
   def test_pages_are_updated_in_place(self, scope, copies):
-    """Known fault 27: per token of the prompt, pages (and accumulator) only."""
+    """Per token of the prompt: pages and, for full, the accumulator."""
     long, short = (planned()[scope, p, 8] for p in (PROMPT, PROMPT // 2))
     # The rest of the slope is the carries saved at every chunk.
     self.assertLess(long - short, copies * PAGES / 2)
@@ -118,7 +112,3 @@ class MemoryTest(parameterized.TestCase):
     )
     self.assertGreaterEqual(conventional, 300 * full)
     self.assertGreater(remat, full)
-
-  def test_report(self):
-    for case, size in planned().items():
-      print(*case, f"{size / MIB:.1f} MiB")

@@ -38,10 +38,8 @@ class TrainGrpoTest(absltest.TestCase):
       | environment
       | {
         "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(self.work / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
       }
     )
     command = [
