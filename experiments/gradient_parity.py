@@ -27,11 +27,8 @@ from longstraw_jax import (
   group_gradient,
   replay_scores,
 )
-from longstraw_jax.testing.baselines import (
-  bounded_gradient,
-  constant_tokens,
-  leaf_errors,
-)
+from longstraw_jax.testing.baselines import bounded_gradient, constant_tokens
+from longstraw_jax.testing.compare import leaf_errors
 
 FLAGS = flags.FLAGS
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}

@@ -32,12 +32,11 @@ from longstraw_jax import (
   sequence_logprobs,
 )
 from longstraw_jax.testing.baselines import (
-  assert_gradients_close,
   bounded_scores,
   constant_tokens,
   conventional_gradient,
-  leaf_errors,
 )
+from longstraw_jax.testing.compare import assert_gradients_close, leaf_errors
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 PROMPTS = (1, 2, 63, 64, 65, 129, 300)

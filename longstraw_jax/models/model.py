@@ -104,12 +104,24 @@ class Model:
   """
 
   config: ModelConfig
+  # The unbound module of every layer of every pattern. Part of the hash: a
+  # mixer registered anew under its name makes another model.
+  blocks: tuple[tuple[Block, ...], ...] = dataclasses.field(
+    init=False, repr=False
+  )
+
+  def __post_init__(self):
+    blocks = tuple(
+      tuple(make_block(self.config, spec) for spec in stage.pattern)
+      for stage in self.config.stages
+    )
+    object.__setattr__(self, "blocks", blocks)
 
   def layers(self):
-    """Yields (stage name, layer name, spec, repeats) from bottom to top."""
+    """Yields (stage name, layer name, block, repeats) from bottom to top."""
     for i, stage in enumerate(self.config.stages):
-      for j, spec in enumerate(stage.pattern):
-        yield f"stage_{i}", f"layer_{j}", spec, stage.repeats
+      for j, block in enumerate(self.blocks[i]):
+        yield f"stage_{i}", f"layer_{j}", block, stage.repeats
 
   def init(
     self, key: jax.Array, trainable: Callable[[str], bool] = lambda path: True
@@ -131,26 +143,24 @@ class Model:
     }
     x_TD = jnp.zeros((1, config.embed_dim), config.dtype)
     span = Span(positions=jnp.zeros(1, jnp.int32), length=jnp.int32(1))
-    for stage, layer, spec, repeats in self.layers():
-      state = State(pages=(), carry=tree_zeros(self._shapes(spec, 1)[1]))
-      block = make_block(config, spec)
+    for stage, layer, block, repeats in self.layers():
+      state = State(pages=(), carry=tree_zeros(self._shapes(block, 1)[1]))
       make = lambda key, b=block, s=state: b.init(key, x_TD, span, s)["params"]
       stacked = jnp.stack([next(keys) for _ in range(repeats)])
       tree.setdefault(stage, {})[layer] = jax.vmap(make)(stacked)
     return split_params(tree, trainable)
 
-  def _shapes(self, spec: LayerSpec, tokens: int):
-    mixer = make_block(self.config, spec).mixer
-    return mixer.state_shapes(tokens, self.config.dtype)
+  def _shapes(self, block: Block, tokens: int):
+    return block.mixer.state_shapes(tokens, self.config.dtype)
 
   def state_shapes(self, tokens: int) -> tuple[Tree, Tree]:
     """Shapes of all rows of `tokens` tokens and of all carries."""
     rows: dict[str, dict] = {}
     carry: dict[str, dict] = {}
-    for stage, layer, spec, repeats in self.layers():
+    for stage, layer, block, repeats in self.layers():
       stacked = jax.tree.map(
         lambda x, n=repeats: jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
-        self._shapes(spec, tokens),
+        self._shapes(block, tokens),
       )
       rows.setdefault(stage, {})[layer] = stacked[0]
       carry.setdefault(stage, {})[layer] = stacked[1]
@@ -176,7 +186,7 @@ class Model:
     rows, new_carry = {}, {}
     for i, stage in enumerate(self.config.stages):
       name = f"stage_{i}"
-      body = functools.partial(self._layer, stage.pattern, span)
+      body = functools.partial(self._layer, self.blocks[i], span)
       views = [(s.rows[name], s.length, s.start) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
       (x_TD, own_taps), (rows[name], new_carry[name]) = lax.scan(
@@ -192,12 +202,12 @@ class Model:
     weight = {"params": {"weight": tree["final_norm"]}}
     return norm.apply(weight, x_TD), rows, new_carry, taps
 
-  def _layer(self, pattern, span, views, running, inputs):
+  def _layer(self, blocks, span, views, running, inputs):
     """One repeat of a stage's pattern; the scan's body."""
     x_TD, taps = running
     params, carry, index = inputs
     rows, new_carry = {}, {}
-    for j, spec in enumerate(pattern):
+    for j, block in enumerate(blocks):
       name = f"layer_{j}"
       pages = tuple(
         Segment(
@@ -209,7 +219,7 @@ class Model:
         )
         for (buffers, length, start), tap in zip(views, taps, strict=True)
       )
-      apply = _remat(make_block(self.config, spec).apply, self.config.saved)
+      apply = _remat(block.apply, self.config.saved)
       state = State(pages=pages, carry=carry[name])
       x_TD, update = apply({"params": params[name]}, x_TD, span, state)
       rows[name], new_carry[name] = update.rows, update.carry

@@ -16,7 +16,7 @@ from longstraw_jax.ops.pages import (
   open_rows,
   read_block,
 )
-from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.ops.precision import wide_einsum
 
 
 def masked_attention(
@@ -36,10 +36,9 @@ def masked_attention(
   """
   tokens, num_heads, width = q_TNH.shape
   kv_heads = k_KSH.shape[0]
-  wide = wide_dtype(q_TNH.dtype)
   q = q_TNH.reshape(tokens, kv_heads, num_heads // kv_heads, width)
   q = q * width**-0.5
-  scores = jnp.einsum("tkgh,ksh->tkgs", q, k_KSH, preferred_element_type=wide)
+  scores = wide_einsum("tkgh,ksh->tkgs", q, k_KSH)
   mask = attn_mask[:, None, None, :]
   scores = jnp.where(mask, scores, EMPTY_LSE)
   top = lax.stop_gradient(scores.max(-1, keepdims=True))
@@ -47,12 +46,7 @@ def masked_attention(
   total = weights.sum(-1)
   empty = total == 0
   total = jnp.where(empty, 1.0, total)
-  o = jnp.einsum(
-    "tkgs,ksh->tkgh",
-    weights.astype(v_KSH.dtype),
-    v_KSH,
-    preferred_element_type=wide,
-  )
+  o = wide_einsum("tkgs,ksh->tkgh", weights.astype(v_KSH.dtype), v_KSH)
   o = o / total[..., None]
   lse = jnp.where(empty, EMPTY_LSE, top[..., 0] + jnp.log(total))
   return (

@@ -7,17 +7,14 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from longstraw_jax.ops.precision import wide_dtype, widen
+from longstraw_jax.ops.precision import wide_einsum, widen
 
 
 def logits_of(
   hidden_TD: Float[Array, "T D"], head_DV: Float[Array, "D V"]
 ) -> Float[Array, "T V"]:
   """Logits in float32 or wider; the product keeps its inputs' dtype."""
-  wide = wide_dtype(hidden_TD.dtype)
-  return jnp.einsum(
-    "td,dv->tv", hidden_TD, head_DV, preferred_element_type=wide
-  )
+  return wide_einsum("td,dv->tv", hidden_TD, head_DV)
 
 
 def token_logprobs_reference(

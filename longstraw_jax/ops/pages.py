@@ -32,7 +32,7 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax.ops.precision import widen
+from longstraw_jax.ops.precision import wide_einsum, widen
 from longstraw_jax.types import Tree
 
 EMPTY_LSE = -1e30  # log-sum-exp of nothing; its weight in a merge is exactly 0
@@ -158,12 +158,6 @@ def _join_heads(x, tokens: int):
   return x.reshape(tokens, kv_heads * (rows // tokens), *x.shape[3:])
 
 
-def _matmul(a, b, spec: str):
-  """A product of narrow inputs summed in float32 or wider."""
-  wide = jnp.promote_types(a.dtype, jnp.float32)
-  return jnp.einsum(spec, a, b, preferred_element_type=wide)
-
-
 def _attend_forward(size, q_TNH, rows, place):
   tokens, num_heads, width = q_TNH.shape
   kv_heads, value_width = rows["v"].shape[1], rows["v"].shape[-1]
@@ -172,14 +166,13 @@ def _attend_forward(size, q_TNH, rows, place):
   def body(index, carry):
     o, top, total = carry
     block, _, filled, _ = _read(rows, place, index, size)
-    scores = _matmul(q, block["k"], "kth,ksh->kts")
+    scores = wide_einsum("kth,ksh->kts", q, block["k"])
     scores = jnp.where(filled, scores, EMPTY_LSE)
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.where(filled, jnp.exp(scores - new_top[..., None]), 0.0)
     shrink = jnp.exp(top - new_top)
-    values = _matmul(
-      weights.astype(block["v"].dtype), block["v"], "kts,ksh->kth"
-    )
+    narrow = weights.astype(block["v"].dtype)
+    values = wide_einsum("kts,ksh->kth", narrow, block["v"])
     o = o * shrink[..., None] + values
     return o, new_top, total * shrink + weights.sum(-1)
 
@@ -213,15 +206,16 @@ def _attend_backward(size, saved, cotangents, rows, place, tap):
   def body(index, carry):
     dq, tap = carry
     block, _, filled, offset = _read(rows, place, index, size)
-    scores = _matmul(q, block["k"], "kth,ksh->kts") * scale
+    scores = wide_einsum("kth,ksh->kts", q, block["k"]) * scale
     weights = jnp.where(filled, jnp.exp(scores - lse), 0.0)
-    dweights = _matmul(do, block["v"], "kth,ksh->kts")
+    dweights = wide_einsum("kth,ksh->kts", do, block["v"])
     dscores = (weights * (dweights - delta) * scale).astype(q.dtype)
-    dq = dq + _matmul(dscores, block["k"], "kts,ksh->kth")
+    dq = dq + wide_einsum("kts,ksh->kth", dscores, block["k"])
     if tap is not None:
       # XLA:CPU multiplies into [H, S] several times faster than into [S, H].
-      dk = _matmul(q, dscores, "kth,kts->khs").swapaxes(1, 2)
-      dv = _matmul(do, weights.astype(q.dtype), "kth,kts->khs").swapaxes(1, 2)
+      dk = wide_einsum("kth,kts->khs", q, dscores).swapaxes(1, 2)
+      narrow = weights.astype(q.dtype)
+      dv = wide_einsum("kth,kts->khs", do, narrow).swapaxes(1, 2)
       tap = tap | {
         "k": _block_add(tap["k"], place.layer, offset, dk),
         "v": _block_add(tap["v"], place.layer, offset, dv),

@@ -1,5 +1,8 @@
 """What "float32" means throughout the package."""
 
+import functools
+
+from jax import lax
 import jax.numpy as jnp
 
 
@@ -11,3 +14,17 @@ def wide_dtype(dtype) -> jnp.dtype:
 def widen(x):
   """Casts an array to float32 or wider."""
   return x.astype(wide_dtype(x.dtype))
+
+
+def wide_einsum(spec: str, a, b):
+  """An einsum of two arrays as they are, summed in float32 or wider.
+
+  XLA:CPU has no product of bfloat16 with a float32 result; there the inputs
+  are cast first.
+  """
+  wide = wide_dtype(jnp.promote_types(a.dtype, b.dtype))
+  mixed = functools.partial(jnp.einsum, spec, preferred_element_type=wide)
+  if a.dtype == b.dtype == wide:
+    return mixed(a, b)
+  cast = lambda a, b: jnp.einsum(spec, a.astype(wide), b.astype(wide))
+  return lax.platform_dependent(a, b, cpu=cast, default=mixed)

@@ -8,16 +8,14 @@ from collections.abc import Callable
 import dataclasses
 import functools
 
-from flax import traverse_util
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-import numpy as np
 
 from longstraw_jax.models.model import Model, Params, sequence_scores
 from longstraw_jax.state import Pages, tree_zeros
-from longstraw_jax.types import Group, Span, Tree
+from longstraw_jax.types import Group, Span
 
 Objective = Callable[[Array, Array, Group], tuple[Array, dict]]
 
@@ -240,55 +238,3 @@ def bounded_gradient(
     params.trainable
   )
   return loss, grads, metrics
-
-
-# --- Comparing gradients --------------------------------------------------
-
-
-def leaf_errors(actual: Tree, expected: Tree) -> dict[str, float]:
-  """Error of every leaf, relative to the leaf but for vanishing ones.
-
-    |a - b| / max(|b|, 1e-3 |all leaves of b|),  Euclidean norms
-
-  Args:
-    actual: nested dict of gradients, a.
-    expected: the same of the oracle, b.
-
-  Returns:
-    path a/b/c -> error. A leaf that is not finite has error inf; where b is
-    zero throughout, a must be too.
-  """
-  flat = lambda tree: {
-    path: np.asarray(x, np.float64)
-    for path, x in traverse_util.flatten_dict(tree, sep="/").items()
-  }
-  actual, expected = flat(actual), flat(expected)
-  if actual.keys() != expected.keys():
-    raise ValueError(
-      f"the trees differ in leaves {sorted(actual.keys() ^ expected.keys())}"
-    )
-  norms = {path: np.linalg.norm(x) for path, x in expected.items()}
-  floor = 1e-3 * np.sqrt(sum(norm**2 for norm in norms.values()))
-
-  def error(path):
-    gap = np.linalg.norm(actual[path] - expected[path])
-    scale = max(norms[path], floor)
-    if not np.isfinite(gap):
-      return float("inf")
-    return float(gap / scale) if scale else (0.0 if gap == 0 else float("inf"))
-
-  return {path: error(path) for path in expected}
-
-
-def assert_gradients_close(
-  actual: Tree, expected: Tree, tolerance: float
-) -> None:
-  """Raises AssertionError naming the worst leaf where one is off."""
-  errors = leaf_errors(actual, expected)
-  worst = max(errors, key=errors.get)
-  if errors[worst] > tolerance:
-    off = sum(error > tolerance for error in errors.values())
-    raise AssertionError(
-      f"{off} of {len(errors)} leaves are off by more than {tolerance:g}; "
-      f"worst is {worst} with error {errors[worst]:.3g}"
-    )
