@@ -58,8 +58,7 @@ def group_gradient(
     grad_scope: "response_only", "full" or "tail".
     tail_chunks: as in capture.
     block_size: response tokens processed at once; R by default.
-    members_at_once: members replayed together. If all of them fit at once in
-      one block, scoring and replay share one forward pass.
+    members_at_once: members replayed together; memory grows with it.
     capacity: as in capture.
     length: as in capture.
     page_grad_dtype: of the accumulator of page cotangents; float32 or wider

@@ -14,3 +14,8 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 import jax  # noqa: E402  (after the environment is set)
 
 jax.config.update("jax_enable_x64", True)
+
+
+def pytest_collection_modifyitems(items):
+  """The one long test first, so that the other worker takes the rest."""
+  items.sort(key=lambda item: "train_grpo_test" not in item.nodeid)
