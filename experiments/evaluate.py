@@ -11,7 +11,7 @@ import math
 
 from absl import app, flags
 
-from experiments import training
+from experiments import common_flags, training
 from experiments.report import RowWriter, exit_code, print_table
 
 FLAGS = flags.FLAGS
@@ -60,4 +60,4 @@ if __name__ == "__main__":
     "prompt_tokens", None, "Their length; the run's own if not given."
   )
   flags.DEFINE_float("temperature", 1.0, "Of sampling; 0 is greedy.")
-  app.run(exit_code(main))
+  app.run(exit_code(main), flags_parser=common_flags.parse)

@@ -13,7 +13,7 @@ from absl import app, flags
 import jax
 import jax.numpy as jnp
 
-from experiments import training
+from experiments import common_flags, training
 from experiments.report import exit_code
 from longstraw_jax import capture, rollout
 
@@ -82,4 +82,4 @@ if __name__ == "__main__":
   flags.DEFINE_float("temperature", 1.0, "Of sampling; 0 is greedy.")
   flags.DEFINE_integer("top_k", 0, "Sample among so many ids; 0 means all.")
   flags.DEFINE_float("top_p", 1.0, "Smallest set of ids with this mass.")
-  app.run(exit_code(main))
+  app.run(exit_code(main), flags_parser=common_flags.parse)

@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from experiments import config_flags, training
+from experiments import common_flags, config_flags, training
 from experiments.report import RowWriter, exit_code, print_table
 from longstraw_jax.run import FINAL
 
@@ -170,4 +170,4 @@ if __name__ == "__main__":
     FLAGS.set_default(name, value)
   flags.adopt_module_key_flags(training)
   flags.adopt_module_key_flags(config_flags)
-  app.run(exit_code(main))
+  app.run(exit_code(main), flags_parser=common_flags.parse)

@@ -15,7 +15,7 @@ import pathlib
 
 from absl import app, flags
 
-from experiments import config_flags, training
+from experiments import common_flags, config_flags, training
 from experiments.report import exit_code, print_table
 from longstraw_jax.run import FINAL, GRPO
 
@@ -55,4 +55,4 @@ if __name__ == "__main__":
   training.define_flags(out="runs/train_grpo")
   flags.adopt_module_key_flags(training)
   flags.adopt_module_key_flags(config_flags)
-  app.run(exit_code(main))
+  app.run(exit_code(main), flags_parser=common_flags.parse)
