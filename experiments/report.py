@@ -6,6 +6,8 @@ import pathlib
 import sys
 from typing import Any
 
+from absl import logging
+
 from longstraw_jax.checkpoint import CheckpointError
 from longstraw_jax.metrics import device_name, plain, versions
 from longstraw_jax.rewards import RewardError
@@ -61,6 +63,7 @@ def exit_code(main: Callable[[list[str]], int]) -> Callable[[list[str]], None]:
   """Ends a script with main's code, and bad input with one line and code 2."""
 
   def run(argv: list[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # jax tells of absent backends
     try:
       code = main(argv)
     except (ValueError, CheckpointError, RewardError) as error:
