@@ -46,8 +46,9 @@ def masked_attention(
   total = weights.sum(-1)
   empty = total == 0
   total = jnp.where(empty, 1.0, total)
-  o = wide_einsum("tkgs,ksh->tkgh", weights.astype(v_KSH.dtype), v_KSH)
-  o = o / total[..., None]
+  # Normalised before the product: a lone key's cotangent is then exactly 0.
+  weights = (weights / total[..., None]).astype(v_KSH.dtype)
+  o = wide_einsum("tkgs,ksh->tkgh", weights, v_KSH)
   lse = jnp.where(empty, EMPTY_LSE, top[..., 0] + jnp.log(total))
   return (
     o.reshape(tokens, num_heads, -1),

@@ -548,8 +548,9 @@ def merge(parts: list[tuple[Array, Array]]) -> Float[Array, "T N H"]:
     parts: (o [T, N, H], lse [T, N]) of each. A part with lse = EMPTY_LSE
       weighs exactly 0; if all are empty the result is 0.
   """
-  top = functools.reduce(jnp.maximum, [lse for _, lse in parts])
-  top = lax.stop_gradient(top)
-  weights = [jnp.exp(lse - top)[..., None] for _, lse in parts]
-  weighted = sum(w * o for w, (o, _) in zip(weights, parts, strict=True))
-  return weighted / sum(weights)
+  # A softmax: where one part has all the weight, the cotangents of the
+  # log-sum-exps cancel exactly instead of to rounding.
+  weights = jax.nn.softmax(jnp.stack([lse for _, lse in parts]), axis=0)
+  return sum(
+    weight[..., None] * o for weight, (o, _) in zip(weights, parts, strict=True)
+  )
