@@ -5,7 +5,7 @@ Claim: a small hybrid policy (gated delta rule and gated attention) learns to
   gradient through the prompt: held-out exact match from at most 0.3 after a
   short supervised warm start to at least 0.9.
 Command: python -m experiments.train_grpo        (or: make train)
-Cost: about five minutes on 2 CPU cores, under 4 GiB of memory.
+Cost: about two minutes on 2 quiet CPU cores, under 3 GiB of memory.
 Expected result: held-out reward near 0.17 when GRPO starts (chance 0.125),
   above 0.95 after 200 steps; rows.jsonl, curve.png, TensorBoard files and
   checkpoints under --out. Run again after an interruption to continue.
