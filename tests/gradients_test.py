@@ -41,6 +41,7 @@ from longstraw_jax.testing.compare import assert_gradients_close, leaf_errors
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 PROMPTS = (1, 2, 63, 64, 65, 129, 300)
 RESPONSES = {1: (1,), 5: (2, 3, 5), 64: (64,)}  # room -> longest response
+RESPONSE_LENGTHS = (1, 2, 3, 5, 64)
 CAPACITY = 300
 GROUP_SIZE = 3
 TAILS = (1, 2, 0, 1000)
@@ -131,10 +132,12 @@ def make_model(dtype: str, saved: str = "projections", name: str = "tiny"):
 def make_params(dtype: str):
   """The same numbers in both dtypes, and no norm at its initial weight.
 
-  Embeddings near 1 keep the problem well conditioned: with the initial 0.2
-  plain jax.grad itself is off by up to 4e-5 in float32.
+  Embeddings near 1 and this key keep the problem well conditioned, which
+  test_rounding_of_the_weights_moves_no_leaf asserts: where the first tokens'
+  query and key of a delta head happen to be nearly orthogonal, the norm of its
+  output magnifies every rounding and plain jax.grad is off by 1e-5 itself.
   """
-  params = make_model("float32").init(jax.random.key(0))
+  params = make_model("float32").init(jax.random.key(1))
   random = np.random.default_rng(5)
 
   def change(path, x):
@@ -181,11 +184,11 @@ def make_group(longest: int, room: int, excluded: bool) -> Group:
 _oracle_scores = jax.jit(bounded_scores, static_argnums=0)
 
 
-@functools.cache
-def oracle(length: int, boundary, longest: int, excluded: bool, name: str):
+def oracle_at(
+  params, length: int, boundary, longest: int, excluded: bool, name: str
+):
   """Loss and gradient in float64; boundary None is whole rows in one call."""
   model = make_model("float64", "everything")
-  params = make_params("float64")
   group = make_group(longest, 64, excluded)
 
   def loss_of(trainable):
@@ -194,6 +197,13 @@ def oracle(length: int, boundary, longest: int, excluded: bool, name: str):
     return OBJECTIVES[name](*scores, group)[0]
 
   return jax.value_and_grad(loss_of)(params.trainable)
+
+
+@functools.cache
+def oracle(length: int, boundary, longest: int, excluded: bool, name: str):
+  """oracle_at the tests' parameters, which many cases share."""
+  params = make_params("float64")
+  return oracle_at(params, length, boundary, longest, excluded, name)
 
 
 def our_gradient(
@@ -356,6 +366,20 @@ class GradientTest(parameterized.TestCase):
       np.testing.assert_allclose(found[0], loss, 1e-12)
       assert_gradients_close(found[1], grads, 1e-12)
 
+  @parameterized.parameters(*itertools.product((1, 2), RESPONSE_LENGTHS))
+  def test_rounding_of_the_weights_moves_no_leaf(self, length, longest):
+    """float32 cells are well conditioned: what 1e-5 can be asked of."""
+    random = np.random.default_rng(7)
+    params = make_params("float64")
+    rounded = jax.tree.map(
+      lambda x: x * (1 + 2.0**-24 * random.uniform(-1, 1, x.shape)), params
+    )
+    for name in OBJECTIVES:
+      case = length, None, longest, True, name
+      _, expected = oracle(*case)
+      _, found = oracle_at(rounded, *case)
+      assert_gradients_close(found, expected, 4e-6, name)
+
   def test_oracle_equals_finite_differences(self):
     """The value's slope along one direction, boundary or not."""
     length, boundary, group = 65, 40, make_group(5, 64, False)
@@ -384,7 +408,7 @@ class GradientTest(parameterized.TestCase):
     full = products(oracle(length, None, 5, False, "coupling")[1])
     np.testing.assert_allclose(full, slope, 1e-5)
     stopped = products(oracle(length, boundary, 5, False, "coupling")[1])
-    self.assertGreater(abs(stopped - full), 1e-2 * abs(full))
+    self.assertGreater(abs(stopped - full), 1e-3 * abs(full))
 
   def test_gradient_under_vmap_over_prompts(self):
     model, params = make_model("float64"), make_params("float64")
