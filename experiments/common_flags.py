@@ -7,7 +7,7 @@ from typing import TypeVar
 from absl import flags
 import tqdm
 
-from longstraw_jax.config import PRESETS, ModelConfig
+from longstraw_jax import PRESETS, ModelConfig
 
 Item = TypeVar("Item")
 

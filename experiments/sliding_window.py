@@ -63,9 +63,7 @@ class SlidingWindowAttention(nn.Module):
     heads = lambda number, name: linear(number * sizes.head_dim, name)(
       x_TD
     ).reshape(tokens, number, sizes.head_dim)
-    tables = rotary_tables(
-      span.positions, sizes.rotary_dim, sizes.rope_theta, x_TD.dtype
-    )
+    tables = rotary_tables(span.positions, sizes.rope, x_TD.dtype)
     q_TNH = rotate_half(heads(sizes.num_heads, "q_proj"), *tables)
     k_TKH = rotate_half(heads(sizes.num_kv_heads, "k_proj"), *tables)
     v_TKH = heads(sizes.num_kv_heads, "v_proj")

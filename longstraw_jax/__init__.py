@@ -2,11 +2,13 @@
 
 from longstraw_jax.capture import capture
 from longstraw_jax.config import (
-  PRESETS,
   AttentionConfig,
   DeltaConfig,
+  LatentConfig,
   LayerSpec,
   ModelConfig,
+  MoEConfig,
+  RopeConfig,
   Stage,
 )
 from longstraw_jax.group import group_gradient
@@ -26,6 +28,7 @@ from longstraw_jax.ops.pages import (
   merge,
   read_block,
 )
+from longstraw_jax.presets import PRESETS
 from longstraw_jax.replay import replay, replay_scores
 from longstraw_jax.rollout import rollout
 from longstraw_jax.state import PromptState
@@ -38,12 +41,15 @@ __all__ = [
   "AttentionConfig",
   "DeltaConfig",
   "Group",
+  "LatentConfig",
   "LayerSpec",
+  "MoEConfig",
   "Model",
   "ModelConfig",
   "Params",
   "PolicyObjective",
   "PromptState",
+  "RopeConfig",
   "Segment",
   "Span",
   "Stage",

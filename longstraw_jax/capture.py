@@ -151,7 +151,7 @@ def _differentiated_bwd(model, chunk_size, residuals, cotangents):
     rows,
     saved,
     None,
-    page_grads,
+    model.gradient_rows(page_grads),
     Gradients(params=zero_gradients(params), priors=(), carry=carry_grads),
     first_block=first,
   )

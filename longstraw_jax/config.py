@@ -1,10 +1,13 @@
-"""Frozen configurations and the presets that name them."""
+"""Frozen configurations: sizes of a model and how it is computed."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
 SAVED = ("inputs", "projections", "everything")
+NORMS = ("zero_centred", "plain")
+ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 def _require(condition: bool, name: str, value, remedy: str) -> None:
@@ -13,14 +16,83 @@ def _require(condition: bool, name: str, value, remedy: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+  """Rotary position embedding: how far a position turns each pair of dims.
+
+  Attributes:
+    dim: rotated dims of a head, an even number.
+    theta: base of the wavelengths.
+    scaling: how frequencies are stretched beyond original_length.
+    factor: by how much.
+    original_length: tokens the unscaled embedding was trained for.
+    low_freq_factor, high_freq_factor: turns within original_length between
+      which llama3 ramps.
+    beta_fast, beta_slow: the same of YaRN.
+    attention_factor: YaRN's magnitude; None takes 0.1 ln(factor) + 1.
+  """
+
+  dim: int
+  theta: float = 1e7
+  scaling: str = "none"
+  factor: float = 1.0
+  original_length: int = 0
+  low_freq_factor: float = 1.0
+  high_freq_factor: float = 4.0
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+
+  def __post_init__(self):
+    _require(
+      self.dim % 2 == 0 and self.dim >= 0,
+      "rope.dim",
+      self.dim,
+      "use an even number of dims",
+    )
+    _require(
+      self.scaling in ROPE_SCALINGS,
+      "rope.scaling",
+      self.scaling,
+      f"use one of {ROPE_SCALINGS}",
+    )
+    _require(self.factor >= 1, "rope.factor", self.factor, "use 1 or more")
+    _require(
+      self.scaling in ("none", "linear") or self.original_length > 0,
+      "rope.original_length",
+      self.original_length,
+      f"{self.scaling} needs the length it starts from",
+    )
+
+  @property
+  def magnitude(self) -> float:
+    """What cosine and sine are multiplied by."""
+    if self.scaling != "yarn":
+      return 1.0
+    if self.attention_factor is not None:
+      return self.attention_factor
+    return 0.1 * math.log(self.factor) + 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-  """Sizes of gated full attention (grouped queries, partial rotary)."""
+  """Sizes of attention with grouped queries.
+
+  Attributes:
+    num_heads, num_kv_heads, head_dim: the latter divides the former.
+    rope: rotary embedding of the first rope.dim dims of a head.
+    output_gate: whether q_proj also yields a sigmoid gate per channel.
+    qk_norm: whether queries and keys are normalised per head.
+    qkv_bias, o_bias: whether these projections have one.
+  """
 
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  rotary_dim: int
-  rope_theta: float = 1e7
+  rope: RopeConfig
+  output_gate: bool = False
+  qk_norm: bool = False
+  qkv_bias: bool = False
+  o_bias: bool = False
 
   def __post_init__(self):
     _require(
@@ -30,10 +102,10 @@ class AttentionConfig:
       f"it must divide num_heads = {self.num_heads}",
     )
     _require(
-      self.rotary_dim % 2 == 0 and 0 <= self.rotary_dim <= self.head_dim,
-      "rotary_dim",
-      self.rotary_dim,
-      f"it must be even and at most head_dim = {self.head_dim}",
+      self.rope.dim <= self.head_dim,
+      "rope.dim",
+      self.rope.dim,
+      f"use at most head_dim = {self.head_dim}",
     )
 
 
@@ -66,6 +138,112 @@ class DeltaConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+  """Sizes of multi-head latent attention with a sparse index (DSA).
+
+  Attributes:
+    num_heads: query heads; the latent is shared by all.
+    query_rank, latent_rank: widths of the compressed query and key/value.
+    nope_dim, value_dim: per head, without position.
+    rope: rotary embedding of a query head's last dims and of the shared key.
+    index_heads, index_dim: of the scoring heads; rope.dim of them rotate.
+    index_topk: keys each query attends to.
+    latent_eps: of the norms of both latents.
+    softmax_factor: multiplies the scale (nope_dim + rope.dim)^-0.5.
+    index_query_tile, index_key_tile: the one shape in which index scores are
+      computed everywhere, because their bits depend on it.
+  """
+
+  num_heads: int
+  query_rank: int
+  latent_rank: int
+  nope_dim: int
+  value_dim: int
+  rope: RopeConfig
+  index_heads: int
+  index_dim: int
+  index_topk: int
+  latent_eps: float = 1e-6
+  softmax_factor: float = 1.0
+  index_query_tile: int = 64
+  index_key_tile: int = 4096
+
+  def __post_init__(self):
+    _require(
+      self.rope.dim <= self.index_dim,
+      "rope.dim",
+      self.rope.dim,
+      f"use at most index_dim = {self.index_dim}",
+    )
+    for name in ("index_topk", "index_query_tile", "index_key_tile"):
+      value = getattr(self, name)
+      _require(value >= 1, name, value, "use a positive number")
+
+  @property
+  def row_dim(self) -> int:
+    """Width of a stored row: the latent and the rotated key."""
+    return self.latent_rank + self.rope.dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+  """Sizes of a mixture of experts.
+
+  Attributes:
+    num_experts: routed ones, E.
+    experts_per_token: chosen ones, A.
+    expert_hidden_dim: F of a routed expert.
+    shared_hidden_dim: F of the shared expert, all shared ones together.
+    num_groups: runs of experts of equal length; one switches groups off.
+    groups_per_token: groups in which a token may choose.
+    scaling: multiplies the mixture weights.
+    normalize: whether the weights of the chosen are divided by their sum.
+    row_block: rows of one product, of the experts and of the router.
+  """
+
+  num_experts: int
+  experts_per_token: int
+  expert_hidden_dim: int
+  shared_hidden_dim: int
+  num_groups: int = 1
+  groups_per_token: int = 1
+  scaling: float = 1.0
+  normalize: bool = True
+  row_block: int = 256
+
+  def __post_init__(self):
+    for name in ("expert_hidden_dim", "shared_hidden_dim", "row_block"):
+      value = getattr(self, name)
+      _require(value >= 1, name, value, "use a positive size")
+    _require(
+      self.num_groups >= 1 and self.num_experts % self.num_groups == 0,
+      "num_groups",
+      self.num_groups,
+      f"it must divide num_experts = {self.num_experts}",
+    )
+    group_size = self.num_experts // self.num_groups
+    _require(
+      self.num_groups == 1 or group_size >= 2,
+      "num_groups",
+      self.num_groups,
+      "a group is judged by its best two experts, so it needs two",
+    )
+    _require(
+      1 <= self.groups_per_token <= self.num_groups,
+      "groups_per_token",
+      self.groups_per_token,
+      f"use 1 to num_groups = {self.num_groups}",
+    )
+    eligible = self.groups_per_token * group_size
+    _require(
+      1 <= self.experts_per_token <= eligible,
+      "experts_per_token",
+      self.experts_per_token,
+      f"use 1 to {eligible}, the experts in a token's groups",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
   """One layer by the registry names of its mixer and its ffn."""
 
@@ -91,6 +269,11 @@ class ModelConfig:
 
   Attributes:
     name: what rows and error messages call it.
+    attention, delta, latent, moe: sizes of the layers that `stages` names;
+      None where it names none.
+    norm: how layer, final, query and key norms store their weight:
+      "zero_centred" around 0, "plain" around 1.
+    tie_embeddings: whether the head is the embedding transposed.
     dtype: of activations and pages.
     param_dtype: of the stored parameters.
     saved: what the backward pass of one block keeps of every layer; the rest
@@ -108,9 +291,13 @@ class ModelConfig:
   embed_dim: int
   hidden_dim: int
   stages: tuple[Stage, ...]
-  attention: AttentionConfig
-  delta: DeltaConfig
+  attention: AttentionConfig | None = None
+  delta: DeltaConfig | None = None
+  latent: LatentConfig | None = None
+  moe: MoEConfig | None = None
+  norm: str = "zero_centred"
   norm_eps: float = 1e-6
+  tie_embeddings: bool = False
   dtype: str = "float32"
   param_dtype: str = "float32"
   saved: str = "projections"
@@ -125,6 +312,7 @@ class ModelConfig:
       value = getattr(self, name)
       _require(value >= 1, name, value, "use a positive size")
     _require(self.saved in SAVED, "saved", self.saved, f"use one of {SAVED}")
+    _require(self.norm in NORMS, "norm", self.norm, f"use one of {NORMS}")
     for name in ("dtype", "param_dtype"):
       value = getattr(self, name)
       _require(
@@ -148,73 +336,3 @@ class ModelConfig:
       for _ in range(stage.repeats)
       for spec in stage.pattern
     )
-
-
-DELTA = LayerSpec(mixer="gated_delta")
-ATTENTION = LayerSpec(mixer="gated_attention")
-BARE_DELTA = LayerSpec(mixer="gated_delta", ffn=None)
-
-PRESETS: dict[str, ModelConfig] = {
-  config.name: config
-  for config in (
-    ModelConfig(
-      name="tiny-hybrid",
-      vocab_size=61,
-      embed_dim=24,
-      hidden_dim=40,
-      stages=(Stage(pattern=(DELTA, ATTENTION), repeats=2),),
-      attention=AttentionConfig(
-        num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=4, rope_theta=1e4
-      ),
-      delta=DeltaConfig(
-        num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=8
-      ),
-      read_block=16,
-      query_block=16,
-      delta_block=8,
-      logprob_block=4,
-    ),
-    ModelConfig(
-      name="bench-hybrid",
-      vocab_size=512,
-      embed_dim=128,
-      hidden_dim=384,
-      stages=(Stage(pattern=(BARE_DELTA, ATTENTION), repeats=4),),
-      attention=AttentionConfig(
-        num_heads=4, num_kv_heads=2, head_dim=32, rotary_dim=8
-      ),
-      delta=DeltaConfig(
-        num_key_heads=4, num_value_heads=4, key_dim=32, value_dim=32
-      ),
-    ),
-    ModelConfig(
-      name="small-hybrid",
-      vocab_size=258,
-      embed_dim=64,
-      hidden_dim=128,
-      stages=(Stage(pattern=(DELTA, ATTENTION), repeats=1),),
-      attention=AttentionConfig(
-        num_heads=2, num_kv_heads=1, head_dim=64, rotary_dim=8, rope_theta=1e4
-      ),
-      delta=DeltaConfig(
-        num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32
-      ),
-      saved="everything",
-    ),
-    ModelConfig(
-      name="qwen3.6-27b",
-      vocab_size=248320,
-      embed_dim=5120,
-      hidden_dim=17408,
-      stages=(Stage(pattern=(DELTA, DELTA, DELTA, ATTENTION), repeats=16),),
-      attention=AttentionConfig(
-        num_heads=24, num_kv_heads=4, head_dim=256, rotary_dim=64
-      ),
-      delta=DeltaConfig(
-        num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128
-      ),
-      dtype="bfloat16",
-      param_dtype="bfloat16",
-    ),
-  )
-}

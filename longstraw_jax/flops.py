@@ -66,14 +66,12 @@ def gated_delta_flops(config: ModelConfig) -> LayerFlops:
   )
 
 
-def gated_attention_flops(config: ModelConfig) -> LayerFlops:
-  """The gated attention mixer: projections; pairs."""
+def attention_flops(config: ModelConfig) -> LayerFlops:
+  """Attention with grouped queries: projections; pairs."""
   sizes = config.attention
-  query, kv = (
-    sizes.num_heads * sizes.head_dim,
-    (sizes.num_kv_heads * sizes.head_dim),
-  )
-  outputs = 2 * query + 2 * kv + query
+  query = sizes.num_heads * sizes.head_dim
+  kv = sizes.num_kv_heads * sizes.head_dim
+  outputs = (2 + sizes.output_gate) * query + 2 * kv
   return LayerFlops(linear=2 * config.embed_dim * outputs, pair=4 * query)
 
 
@@ -84,7 +82,7 @@ def swiglu_flops(config: ModelConfig) -> LayerFlops:
 
 LAYER_FLOPS = {
   "gated_delta": gated_delta_flops,
-  "gated_attention": gated_attention_flops,
+  "attention": attention_flops,
   "swiglu": swiglu_flops,
   None: lambda config: LayerFlops(),
 }

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from longstraw_jax.checks import check_chunk_size, check_responses
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
-from longstraw_jax.state import Pages, PromptState, tree_zeros
+from longstraw_jax.state import Pages, PromptState, fill_rows, tree_zeros
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
   Gradients,
@@ -255,7 +255,7 @@ def replay_members(
     page_grad_dtype: of the accumulator of the prompt's pages; None takes
       float32 or wider.
   """
-  sums = zero_sums(params, state, page_grad_dtype)
+  sums = zero_sums(model, params, state, page_grad_dtype)
 
   def one(sums, members):
     responses, lengths, *dscores = members
@@ -268,14 +268,14 @@ def replay_members(
 
 
 def zero_sums(
-  params: Params, state: PromptState, page_grad_dtype=None
+  model: Model, params: Params, state: PromptState, page_grad_dtype=None
 ) -> Gradients:
   """Fresh sums for a group; pages and carry only where the scope wants them."""
   pages, carry = None, {}
   if state.differentiated:
     pages = jax.tree.map(
       lambda x: jnp.zeros(x.shape, page_grad_dtype or wide_dtype(x.dtype)),
-      state.pages,
+      model.gradient_rows(state.pages),
     )
     carry = tree_zeros(state.carry)
   return Gradients(params=zero_gradients(params), priors=(pages,), carry=carry)
@@ -308,7 +308,7 @@ def _replay_bwd(model, block, members_at_once, residuals, cotangents):
   dstate = None
   if state.differentiated:
     dstate = PromptState(
-      pages=jax.tree.map(cast, sums.priors[0], state.pages),
+      pages=fill_rows(tree_zeros(state.pages), sums.priors[0]),
       carry=sums.carry,
       saved_carries=None,
       last_token=None,

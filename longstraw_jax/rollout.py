@@ -127,14 +127,12 @@ def _rollout(
   def member(key, token, input_id, rows, carry):
     span = Span(positions=(state.length + token)[None], length=jnp.int32(1))
     own = Pages(rows=rows, taps=None, length=token, start=state.length)
-    hidden, new, carry, _ = model.hidden(
-      params, input_id[None], span, (*priors, own), carry
-    )
-    logits = model.logits(params, hidden)[0]
+    out = model.hidden(params, input_id[None], span, (*priors, own), carry)
+    logits = model.logits(params, out.x_TD)[0]
     tempered = sampling_logits(logits, *sampling)
     sampled = jax.random.categorical(jax.random.fold_in(key, token), tempered)
     scores = (jax.nn.log_softmax(x)[sampled] for x in (logits, tempered))
-    return sampled, *scores, write_rows(rows, new, token), carry
+    return sampled, *scores, write_rows(rows, out.rows, token), out.carry
 
   def body(d: _Decoding) -> _Decoding:
     before = d.responses[:, jnp.maximum(d.token - 1, 0)]

@@ -91,6 +91,21 @@ def read_rows(buffers: Tree, offset, tokens: int) -> Tree:
   )
 
 
+def fill_rows(rows: Tree, known: Tree) -> Tree:
+  """`rows` with the leaves that `known` has, in the dtypes of `rows`."""
+  return {
+    stage: {
+      layer: leaves
+      | {
+        name: x.astype(leaves[name].dtype)
+        for name, x in known[stage][layer].items()
+      }
+      for layer, leaves in layers.items()
+    }
+    for stage, layers in rows.items()
+  }
+
+
 def tree_zeros(shapes: Tree) -> Tree:
   """Zeros in the shapes and dtypes of a tree of arrays or structs."""
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

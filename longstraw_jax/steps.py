@@ -185,16 +185,25 @@ def update(
       state=state,
     )
 
+  at_once = engine.prompts_at_once
+  together = jax.vmap(one)
+  if at_once == 1:
+    # As per_prompt runs it: a batch of one multiplies in another order, and
+    # the first update's ratio would not be 1 to the last bits.
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    together = lambda *trees: jax.tree.map(
+      lambda x: x[None], one(*map(first, trees))
+    )
+
   def batch(total, inputs):
-    loss, grads, metrics = jax.vmap(one)(*inputs)
+    loss, grads, metrics = together(*inputs)
     add = lambda total, x: total + x.sum(0)
     return jax.tree.map(add, total, (loss, grads)), metrics
 
-  at_once = engine.prompts_at_once
   batches = jax.tree.map(
     lambda x: x.reshape(-1, at_once, *x.shape[1:]), (prompts, groups, states)
   )
-  shapes = jax.eval_shape(jax.vmap(one), *jax.tree.map(lambda x: x[0], batches))
+  shapes = jax.eval_shape(together, *jax.tree.map(lambda x: x[0], batches))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes[:2])
   (loss, grads), metrics = lax.scan(batch, zeros, batches)
   updates, opt_state = optimizer.build().update(

@@ -25,6 +25,7 @@ from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.state import (
   Pages,
+  fill_rows,
   read_rows,
   tree_at,
   tree_set,
@@ -103,16 +104,14 @@ class Outputs:
 def _one_block(model: Model, params, carry, own, priors, tokens, targets, span):
   """One block of one member: outputs, taps of priors and of its own pages."""
   segments = priors if own is None else (*priors, own)
-  hidden, rows, carry, taps = model.hidden(
-    params, tokens, span, segments, carry
-  )
+  out = model.hidden(params, tokens, span, segments, carry)
   if targets is None:
     scores = (jnp.zeros(0),) * 2
   else:
-    scores = model.logprobs(params, hidden, targets)
+    scores = model.logprobs(params, out.x_TD, targets)
     scores = tuple(jnp.where(span.mask, x, 0.0) for x in scores)
-  outputs = Outputs(*scores, rows=rows, carry=carry)
-  return outputs, taps[: len(priors)], taps[len(priors) :]
+  outputs = Outputs(*scores, rows=out.rows, carry=out.carry)
+  return outputs, out.taps[: len(priors)], out.taps[len(priors) :]
 
 
 def _block(model: Model, job: Job, index, params, carry, own, priors):
@@ -264,7 +263,10 @@ def walk_backward(
     The sums with this job's share added.
   """
   if own is None and job.blocks > 1:
-    own = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), rows)
+    own = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)),
+      model.gradient_rows(rows),
+    )
   last = job.filled_blocks - 1
 
   def body(step, sums):
@@ -301,14 +303,10 @@ def walk_backward(
       )
     else:
       dlogprobs, dentropy = map(cut, dscores)
-    if own is None:
-      drows = tree_zeros(outputs.rows)
-    else:
+    drows = tree_zeros(outputs.rows)
+    if own is not None:
       # All layers in one slice, before the pull-back: no copy is made.
-      drows = read_rows(own, index * job.block, job.block)
-      drows = jax.tree.map(
-        lambda x, like: x.astype(like.dtype), drows, outputs.rows
-      )
+      drows = fill_rows(drows, read_rows(own, index * job.block, job.block))
     cotangent = Outputs(dlogprobs, dentropy, rows=drows, carry=gradients.carry)
     accumulated = () if own_taps is None else (own_taps,)
     dparams, dcarry, prior_taps, own_taps = pull_back(

@@ -12,8 +12,16 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 
 import jax  # noqa: E402  (after the environment is set)
+import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_programs():
+  """A process has room for so many compiled programs: XLA then crashes."""
+  yield
+  jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items):

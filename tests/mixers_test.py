@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments import sliding_window
 from longstraw_jax import MIXERS, PRESETS, Segment, Span, State, merge
-from longstraw_jax.models.gated_attention import GatedAttention
+from longstraw_jax.models.attention import Attention
 from longstraw_jax.models.gated_delta import DeltaCarry, GatedDelta
 from longstraw_jax.models.layers import GatedRMSNorm, ZeroCentredRMSNorm
 from longstraw_jax.ops.attention import masked_attention
@@ -73,7 +73,7 @@ class ForgetsSecondRead(sliding_window.SlidingWindowAttention):
     return parts[1:], tap
 
 
-class RelativePositions(GatedAttention):
+class RelativePositions(Attention):
   """Counts positions from the start of the call."""
 
   def __call__(self, x_TD, span, state):
@@ -111,7 +111,7 @@ class NarrowCarry(GatedDelta):
     return rows, jax.tree.map(cast, carry)
 
 
-class WrongDeclaration(GatedAttention):
+class WrongDeclaration(Attention):
   """Declares rows token-major."""
 
   def state_shapes(self, tokens, dtype):
@@ -142,9 +142,10 @@ def builder(cls, window=5):
         delta_block=config.delta_block,
         **dtypes,
       )
-    if issubclass(cls, GatedAttention):
+    if issubclass(cls, Attention):
       return cls(
         sizes=config.attention,
+        norm=config.norm,
         norm_eps=config.norm_eps,
         query_block=config.query_block,
         read_block=config.read_block,
@@ -161,7 +162,7 @@ class ConformanceTest(parameterized.TestCase):
     self.addCleanup(MIXERS.pop, name)
     MIXERS[name] = build
 
-  @parameterized.parameters("gated_delta", "gated_attention")
+  @parameterized.parameters("gated_delta", "attention")
   def test_conforms(self, name):
     check_mixer(name)
 
@@ -327,7 +328,7 @@ class NormTest(parameterized.TestCase):
 
 class GatedAttentionTest(absltest.TestCase):
   def test_equals_numpy(self):
-    mixer = MIXERS["gated_attention"](TINY)
+    mixer = MIXERS["attention"](TINY)
     sizes = TINY.attention
     rng = np.random.default_rng(0)
     tokens, width = 6, sizes.head_dim
@@ -348,9 +349,9 @@ class GatedAttentionTest(absltest.TestCase):
 
     def placed(x, weight):
       x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * (1 + weight)
-      half = sizes.rotary_dim // 2
-      exponents = np.arange(half) * 2 / sizes.rotary_dim
-      angles = np.arange(tokens)[:, None] * sizes.rope_theta**-exponents
+      half = sizes.rope.dim // 2
+      exponents = np.arange(half) * 2 / sizes.rope.dim
+      angles = np.arange(tokens)[:, None] * sizes.rope.theta**-exponents
       z = x[..., :half] + 1j * x[..., half : 2 * half]
       z = z * np.exp(1j * angles)[:, None]
       return np.concatenate([z.real, z.imag, x[..., 2 * half :]], -1)

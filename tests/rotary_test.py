@@ -4,11 +4,13 @@ from absl.testing import absltest, parameterized
 import jax.numpy as jnp
 import numpy as np
 
+from longstraw_jax import RopeConfig
 from longstraw_jax.ops.rotary import rotary_tables, rotate_half
 
 TOLERANCE = {"float64": 1e-6}  # angles are float32 in every dtype
 
 T, N, H, ROTARY, THETA = 7, 2, 8, 6, 1e4
+ROPE = RopeConfig(dim=ROTARY, theta=THETA)
 
 
 class RotaryTest(parameterized.TestCase):
@@ -16,7 +18,7 @@ class RotaryTest(parameterized.TestCase):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(T, N, H))
     positions = np.arange(5, 5 + T)
-    tables = rotary_tables(positions, ROTARY, THETA, "float64")
+    tables = rotary_tables(positions, ROPE, "float64")
     half = ROTARY // 2
     angles = positions[:, None] * THETA ** (-np.arange(half) * 2 / ROTARY)
     z = (x[..., :half] + 1j * x[..., half:ROTARY]) * np.exp(1j * angles)[
@@ -32,7 +34,7 @@ class RotaryTest(parameterized.TestCase):
 
     def product(at, distance):
       tables = [
-        rotary_tables(jnp.array([p]), ROTARY, THETA, "float64")
+        rotary_tables(jnp.array([p]), ROPE, "float64")
         for p in (at + distance, at)
       ]
       turned = [
@@ -47,10 +49,10 @@ class RotaryTest(parameterized.TestCase):
 
   def test_any_split_of_positions_gives_the_same_bits(self):
     positions = jnp.arange(2**20 - 3, 2**20 + 4, dtype=jnp.int32)
-    whole = rotary_tables(positions, ROTARY, THETA, "float64")
+    whole = rotary_tables(positions, ROPE, "float64")
     for split in (1, 3):
       parts = [
-        rotary_tables(p, ROTARY, THETA, "float64")
+        rotary_tables(p, ROPE, "float64")
         for p in (positions[:split], positions[split:])
       ]
       for a, *b in zip(whole, *parts, strict=True):
@@ -60,7 +62,7 @@ class RotaryTest(parameterized.TestCase):
   def test_dtype_and_angles(self, dtype):
     """Angles are float32 products whatever the dtype of the tables."""
     position, frequency = 2**20 + 1, np.float32(THETA) ** np.float32(-2 / 6)
-    cos, sin = rotary_tables(jnp.array([position]), ROTARY, THETA, dtype)
+    cos, sin = rotary_tables(jnp.array([position]), ROPE, dtype)
     self.assertEqual(cos.dtype, jnp.dtype(dtype))
     self.assertEqual(sin.shape, (1, ROTARY // 2))
     angle = np.float32(position) * frequency
@@ -70,7 +72,7 @@ class RotaryTest(parameterized.TestCase):
 
   def test_no_rotary_dims_leave_the_head_alone(self):
     x = jnp.ones((T, N, H))
-    tables = rotary_tables(jnp.arange(T), 0, THETA, "float64")
+    tables = rotary_tables(jnp.arange(T), RopeConfig(dim=0), "float64")
     np.testing.assert_array_equal(rotate_half(x, *tables), x)
 
 

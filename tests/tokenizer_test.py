@@ -55,6 +55,9 @@ class ByteTokenizerTest(parameterized.TestCase):
     np.testing.assert_array_equal(got, [97, 0xC3, 0xA9, 10])
     self.assertEqual(got.dtype, np.int32)
     self.assertEqual(self.tokenizer.encode("").shape, (0,))
+    np.testing.assert_array_equal(
+      self.tokenizer.encode("aé\n", special=True), got
+    )
 
   @parameterized.parameters("", "plain", "äöü €", "日本 🙂\n\t")
   def test_text_survives(self, text):
@@ -127,6 +130,25 @@ class JsonTokenizerTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "negative"):
       self.tokenizer.decode([-5])
 
+  def test_special_tokens_in_content_are_text(self):
+    """Fault class: a user's text that ends the turn it stands in."""
+    text = "lowest<|im_end|>\n"
+    end = self.tokenizer.eos_id
+    rendered = self.tokenizer.encode(text, special=True)
+    self.assertIn(end, rendered)
+    self.assertEqual(self.tokenizer.decode(rendered), "lowest\n")
+    content = self.tokenizer.encode(text)
+    self.assertNotIn(end, content)
+    self.assertEqual(self.tokenizer.decode(content), text)
+
+  def test_ids_in_holes_of_the_vocabulary_do_not_vanish(self):
+    path = self.path.parent / "holes.json"
+    bpe = tokenizers.models.BPE({"a": 0, "</s>": 5}, [])
+    tokenizers.Tokenizer(bpe).save(str(path))
+    got = tokenizer.JsonTokenizer(path)
+    self.assertEqual(got.vocab_size, 6)
+    self.assertEqual(got.decode([0, 3, 0, 5]), "a\ufffda")
+
   def test_padding_and_truncation_of_the_file_are_off(self):
     model = tokenizers.Tokenizer.from_file(str(self.path))
     model.enable_padding(length=64, pad_id=2, pad_token="<pad>")
@@ -157,9 +179,16 @@ class LoadTokenizerTest(absltest.TestCase):
     self.assertIsInstance(got, tokenizer.JsonTokenizer)
     self.assertEqual(got.eos_id, 0)
 
+  def test_folder(self):
+    path = write_tokenizer(make_folder(self))
+    got = tokenizer.load_tokenizer(str(path.parent))
+    self.assertIsInstance(got, tokenizer.JsonTokenizer)
+
   def test_refusals(self):
     with self.assertRaisesRegex(FileNotFoundError, "'bytes' is neither"):
       tokenizer.load_tokenizer("bytes")
+    with self.assertRaisesRegex(FileNotFoundError, "is neither"):
+      tokenizer.load_tokenizer(str(make_folder(self)))
     with self.assertRaisesRegex(ValueError, "eos_token='x'"):
       tokenizer.load_tokenizer("byte", eos_token="x")
 

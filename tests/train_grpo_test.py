@@ -38,6 +38,9 @@ class TrainGrpoTest(absltest.TestCase):
       | environment
       | {
         "PYTHONPATH": str(ROOT),
+        # The compiler as users have it: the suite's own flags choose another
+        # code generator, whose ratios are off by a last bit.
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(self.work / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
       }

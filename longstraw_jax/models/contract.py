@@ -8,17 +8,21 @@ and returns what it adds:
 and declares, as a plain method that needs no parameters, what it will add:
 
   rows, carry = mixer.state_shapes(tokens, dtype)
-"""
 
-from typing import Protocol
+A feed-forward is y_TD = ffn(x_TD); one that chooses (an expert a token) says
+so by `chooses = True` and is y_TD, chosen = ffn(x_TD, choices).
+
+Either may name, as class attributes, `constants`: parameters by the start of
+their path that no gradient reaches and no optimizer may touch; and a mixer
+`constant_rows`: rows that no gradient flows into.
+"""
 
 from flax import struct
 import jax
 from jax import Array
-from jaxtyping import Float
 
 from longstraw_jax.ops.pages import Segment
-from longstraw_jax.types import Span, Tree
+from longstraw_jax.types import Tree
 
 
 @struct.dataclass
@@ -29,10 +33,16 @@ class State:
     pages: runs of stored rows before this call, oldest first: the prompt's,
       then the member's own. There may be none.
     carry: fixed-size arrays, replaced each call.
+    shared: what a layer below, in the same pattern, hands on for these very
+      tokens, by name.
+    choices: recorded discrete choices to follow, name -> [T, ...] int32; what
+      is not named is chosen afresh.
   """
 
   pages: tuple[Segment, ...]
   carry: Tree
+  shared: dict[str, Array] = struct.field(default_factory=dict)
+  choices: dict[str, Array] = struct.field(default_factory=dict)
 
 
 @struct.dataclass
@@ -43,23 +53,15 @@ class Update:
     rows: name -> [..., T, H], this call's new rows, padding included.
     carry: the new carry; padding must have left it untouched.
     taps: the tap of every segment in State.pages, as the reads handed it on.
+    shared: what layers above in the pattern may use.
+    choices: the discrete choices that the live weights make, by name.
   """
 
   rows: dict[str, Array]
   carry: Tree
   taps: tuple[dict | None, ...]
+  shared: dict[str, Array] = struct.field(default_factory=dict)
+  choices: dict[str, Array] = struct.field(default_factory=dict)
 
 
 Shapes = tuple[dict[str, jax.ShapeDtypeStruct], Tree]
-
-
-class Mixer(Protocol):
-  """What a time-mixing module offers."""
-
-  def __call__(
-    self, x_TD: Float[Array, "T D"], span: Span, state: State
-  ) -> tuple[Float[Array, "T D"], Update]:
-    """Mixes T tokens with each other and with the state before them."""
-
-  def state_shapes(self, tokens: int, dtype: str) -> Shapes:
-    """Shapes of the rows that `tokens` tokens add, and of the carry."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from longstraw_jax.config import DeltaConfig
 from longstraw_jax.models.contract import Shapes, State, Update
-from longstraw_jax.models.layers import GatedRMSNorm, dense
+from longstraw_jax.models.layers import GatedRMSNorm, Linear
 from longstraw_jax.ops.delta_rule import delta_rule_chunked
 from longstraw_jax.ops.precision import wide_dtype, widen
 from longstraw_jax.ops.short_conv import short_conv
@@ -65,8 +65,8 @@ class GatedDelta(nn.Module):
     sizes = self.sizes
     tokens = x_TD.shape[0]
     value_width = sizes.num_value_heads * sizes.value_dim
-    linear = lambda width, name: dense(
-      width, self.dtype, self.param_dtype, name
+    linear = lambda width, name: Linear(
+      width, self.dtype, self.param_dtype, name=name
     )
     qkv_TU = linear(sizes.conv_channels, "in_proj_qkv")(x_TD)
     z = linear(value_width, "in_proj_z")(x_TD)

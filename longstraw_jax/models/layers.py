@@ -8,16 +8,71 @@ from jaxtyping import Array, Float
 from longstraw_jax.ops.precision import widen
 
 
-def dense(features: int, dtype: str, param_dtype: str, name: str) -> nn.Dense:
-  """A linear map without bias; weights normal with variance 1 / fan-in."""
-  return nn.Dense(
-    features,
-    use_bias=False,
-    dtype=dtype,
-    param_dtype=param_dtype,
-    kernel_init=nn.initializers.lecun_normal(),
-    name=name,
-  )
+def weight(module: nn.Module, name: str, init, shape, dtype: str) -> Array:
+  """A parameter of a module as an array, however it is stored.
+
+  Where it exists it is taken as it is, so that a stored form with other leaves
+  (see longstraw_jax.nf4) may stand in its place; that is expanded here, layer
+  by layer inside the scan over layers.
+  """
+  if not module.has_variable("params", name):
+    return module.param(name, init, shape, dtype)
+  stored = module.get_variable("params", name)
+  return stored.expand() if hasattr(stored, "expand") else stored
+
+
+class Linear(nn.Module):
+  """x W + b, and beside it a low-rank adapter where its leaves exist.
+
+  The leaves lora_a [D, r], lora_b [r, F] and lora_scale [] add
+  lora_scale (x A) B (Hu et al., 2106.09685). They are put into the parameters
+  by longstraw_jax.lora; the module only reads them.
+  """
+
+  features: int
+  dtype: str
+  param_dtype: str
+  bias: bool = False
+
+  def _stored(self, inputs: int):
+    """Kernel, and the adapter or None, in the module's dtype."""
+    kernel = weight(
+      self,
+      "kernel",
+      nn.initializers.lecun_normal(),
+      (inputs, self.features),
+      self.param_dtype,
+    ).astype(self.dtype)
+    if not self.has_variable("params", "lora_a"):
+      return kernel, None
+    a, b, scale = (
+      self.get_variable("params", f"lora_{part}").astype(self.dtype)
+      for part in ("a", "b", "scale")
+    )
+    return kernel, (a, b, scale)
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+    x = x.astype(self.dtype)
+    kernel, adapter = self._stored(x.shape[-1])
+    y = x @ kernel
+    if adapter is not None:
+      a, b, scale = adapter
+      y = y + scale * ((x @ a) @ b)
+    if self.bias:
+      zeros = nn.initializers.zeros
+      bias = self.param("bias", zeros, (self.features,), self.param_dtype)
+      y = y + bias.astype(self.dtype)
+    return y
+
+  @nn.compact
+  def matrix(self, inputs: int) -> Float[Array, "D F"]:
+    """W with the adapter added, for maps that are not applied as they stand."""
+    kernel, adapter = self._stored(inputs)
+    if adapter is None:
+      return kernel
+    a, b, scale = adapter
+    return kernel + scale * (a @ b)
 
 
 def rms_normalize(
@@ -44,6 +99,29 @@ class ZeroCentredRMSNorm(nn.Module):
       "weight", nn.initializers.zeros, (x.shape[-1],), self.param_dtype
     )
     return (rms_normalize(x, self.eps) * (1.0 + widen(weight))).astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+  """RMSNorm with a plain weight: y = w cast(rms(x)).
+
+  Llama, Qwen2/3 and GLM use it: normalised in float32 or wider, cast to the
+  input's dtype, then weighted.
+  """
+
+  eps: float
+  param_dtype: str
+
+  @nn.compact
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    weight = self.param(
+      "weight", nn.initializers.ones, (x.shape[-1],), self.param_dtype
+    )
+    y = rms_normalize(x, self.eps).astype(x.dtype)
+    return weight.astype(x.dtype) * y
+
+
+# By ModelConfig.norm.
+NORMS = {"zero_centred": ZeroCentredRMSNorm, "plain": RMSNorm}
 
 
 class GatedRMSNorm(nn.Module):
@@ -77,8 +155,8 @@ class SwiGLU(nn.Module):
 
   @nn.compact
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    linear = lambda width, name: dense(
-      width, self.dtype, self.param_dtype, name
+    linear = lambda width, name: Linear(
+      width, self.dtype, self.param_dtype, name=name
     )
     gate = linear(self.hidden_dim, "gate_proj")(x_TD)
     up = linear(self.hidden_dim, "up_proj")(x_TD)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import LayerSpec, ModelConfig
 from longstraw_jax.models.contract import State, Update
-from longstraw_jax.models.layers import ZeroCentredRMSNorm
+from longstraw_jax.models.layers import NORMS
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
 from longstraw_jax.ops.pages import PAGE_ATTENTION, Segment
@@ -50,11 +50,32 @@ def split_params(tree: dict, trainable: Callable[[str], bool]) -> Params:
   return Params(trainable=pick(True), frozen=pick(False))
 
 
+@struct.dataclass
+class Hidden:
+  """What one call through all layers gives.
+
+  Attributes:
+    x_TD: final hidden states, normalised.
+    rows: this call's rows, stage -> layer -> name -> [L, ..., T, H].
+    carry: the new carry, stage -> layer -> [L, ...].
+    taps: of every segment, as handed on.
+    choices: discrete choices that the live weights make, stage -> layer ->
+      name -> [L, T, ...].
+  """
+
+  x_TD: Float[Array, "T D"]
+  rows: Tree
+  carry: Tree
+  taps: tuple
+  choices: Tree
+
+
 class Block(nn.Module):
   """h += mixer(norm(h)); h += ffn(norm(h))."""
 
   mixer: nn.Module
   ffn: nn.Module | None
+  norm: str
   norm_eps: float
   param_dtype: str
 
@@ -62,14 +83,25 @@ class Block(nn.Module):
   def __call__(
     self, x_TD: Float[Array, "T D"], span: Span, state: State
   ) -> tuple[Float[Array, "T D"], Update]:
-    norm = lambda name: ZeroCentredRMSNorm(
+    norm = lambda name: NORMS[self.norm](
       self.norm_eps, self.param_dtype, name=name
     )
     y_TD, update = self.mixer(norm("mixer_norm")(x_TD), span, state)
     x_TD = x_TD + y_TD
-    if self.ffn is not None:
-      x_TD = x_TD + self.ffn(norm("ffn_norm")(x_TD))
-    return x_TD, update
+    if self.ffn is None:
+      return x_TD, update
+    normed = norm("ffn_norm")(x_TD)
+    if not getattr(self.ffn, "chooses", False):
+      return x_TD + self.ffn(normed), update
+    y_TD, chosen = self.ffn(normed, state.choices)
+    return x_TD + y_TD, update.replace(choices=update.choices | chosen)
+
+  @nn.nowrap
+  def is_constant(self, path: str) -> bool:
+    """Whether the parameter at path a/b/c is one that never learns."""
+    part, _, rest = path.partition("/")
+    module = {"mixer": self.mixer, "ffn": self.ffn}.get(part)
+    return rest.startswith(tuple(getattr(module, "constants", ())))
 
 
 def make_block(config: ModelConfig, spec: LayerSpec) -> Block:
@@ -77,6 +109,7 @@ def make_block(config: ModelConfig, spec: LayerSpec) -> Block:
   return Block(
     mixer=build(MIXERS, spec.mixer, config),
     ffn=None if spec.ffn is None else build(FFNS, spec.ffn, config),
+    norm=config.norm,
     norm_eps=config.norm_eps,
     param_dtype=config.param_dtype,
   )
@@ -130,17 +163,20 @@ class Model:
 
     Args:
       key: a typed key.
-      trainable: which leaves learn, by their path a/b/c.
+      trainable: as in `split`.
     """
     config = self.config
     keys = iter(jax.random.split(key, config.num_layers + 2))
     matrix = nn.initializers.normal(config.embed_dim**-0.5)
     shape = (config.vocab_size, config.embed_dim)
+    first = {"zero_centred": jnp.zeros, "plain": jnp.ones}[config.norm]
     tree: dict[str, Any] = {
       "embed": matrix(next(keys), shape, config.param_dtype),
-      "head": matrix(next(keys), shape[::-1], config.param_dtype),
-      "final_norm": jnp.zeros(config.embed_dim, config.param_dtype),
+      "final_norm": first(config.embed_dim, config.param_dtype),
     }
+    head = next(keys)
+    if not config.tie_embeddings:
+      tree["head"] = matrix(head, shape[::-1], config.param_dtype)
     x_TD = jnp.zeros((1, config.embed_dim), config.dtype)
     span = Span(positions=jnp.zeros(1, jnp.int32), length=jnp.int32(1))
     for stage, layer, block, repeats in self.layers():
@@ -148,7 +184,29 @@ class Model:
       make = lambda key, b=block, s=state: b.init(key, x_TD, span, s)["params"]
       stacked = jnp.stack([next(keys) for _ in range(repeats)])
       tree.setdefault(stage, {})[layer] = jax.vmap(make)(stacked)
-    return split_params(tree, trainable)
+    return self.split(tree, trainable)
+
+  def split(
+    self, tree: dict, trainable: Callable[[str], bool] = lambda path: True
+  ) -> Params:
+    """Sorts leaves into those that learn and those that do not.
+
+    Args:
+      tree: all parameters.
+      trainable: which leaves learn, by their path a/b/c. Those that their
+        module calls constant never do.
+    """
+    return split_params(
+      tree, lambda path: trainable(path) and not self._is_constant(path)
+    )
+
+  def _is_constant(self, path: str) -> bool:
+    stage, _, rest = path.partition("/")
+    layer, _, rest = rest.partition("/")
+    if not layer:
+      return False
+    at = lambda name: int(name.rpartition("_")[2])
+    return self.blocks[at(stage)][at(layer)].is_constant(rest)
 
   def _shapes(self, block: Block, tokens: int):
     return block.mixer.state_shapes(tokens, self.config.dtype)
@@ -166,6 +224,16 @@ class Model:
       carry.setdefault(stage, {})[layer] = stacked[1]
     return rows, carry
 
+  def gradient_rows(self, rows: Tree) -> Tree:
+    """The part of a tree of rows, or of their taps, that has a gradient."""
+    out: dict[str, dict] = {}
+    for stage, layer, block, _ in self.layers():
+      constant = getattr(block.mixer, "constant_rows", ())
+      kept = rows[stage][layer].items()
+      kept = {name: x for name, x in kept if name not in constant}
+      out.setdefault(stage, {})[layer] = kept
+    return out
+
   def hidden(
     self,
     params: Params,
@@ -173,40 +241,52 @@ class Model:
     span: Span,
     segments: tuple[Pages, ...],
     carry: Tree,
-  ) -> tuple[Float[Array, "T D"], Tree, Tree, tuple]:
+    choices: Tree | None = None,
+  ) -> Hidden:
     """Runs one call's tokens through every layer.
 
-    Returns:
-      Final hidden states, the new rows, the new carry, and the taps of every
-      segment as handed on.
+    Args:
+      params: the parameters.
+      tokens: ids; real ones first.
+      span: their positions.
+      segments: pages before them, oldest first.
+      carry: of every layer, before them.
+      choices: recorded discrete choices to follow, stage -> layer -> name ->
+        [L, T, ...]; what is missing is chosen afresh.
     """
     tree = params.merged()
     x_TD = tree["embed"][tokens].astype(self.config.dtype)
     taps = tuple(segment.taps for segment in segments)
-    rows, new_carry = {}, {}
+    rows, new_carry, chosen = {}, {}, {}
     for i, stage in enumerate(self.config.stages):
       name = f"stage_{i}"
       body = functools.partial(self._layer, self.blocks[i], span)
       views = [(s.rows[name], s.length, s.start) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
-      (x_TD, own_taps), (rows[name], new_carry[name]) = lax.scan(
+      follow = {} if choices is None else choices[name]
+      index = jnp.arange(stage.repeats, dtype=jnp.int32)
+      (x_TD, own_taps), outputs = lax.scan(
         functools.partial(body, views),
         (x_TD, own_taps),
-        (tree[name], carry[name], jnp.arange(stage.repeats, dtype=jnp.int32)),
+        (tree[name], carry[name], follow, index),
       )
+      rows[name], new_carry[name], chosen[name] = outputs
       taps = tuple(
         None if tap is None else tap | {name: own}
         for tap, own in zip(taps, own_taps, strict=True)
       )
-    norm = ZeroCentredRMSNorm(self.config.norm_eps, self.config.param_dtype)
+    norm = NORMS[self.config.norm](
+      self.config.norm_eps, self.config.param_dtype
+    )
     weight = {"params": {"weight": tree["final_norm"]}}
-    return norm.apply(weight, x_TD), rows, new_carry, taps
+    x_TD = norm.apply(weight, x_TD)
+    return Hidden(x_TD, rows, new_carry, taps, chosen)
 
   def _layer(self, blocks, span, views, running, inputs):
     """One repeat of a stage's pattern; the scan's body."""
     x_TD, taps = running
-    params, carry, index = inputs
-    rows, new_carry = {}, {}
+    params, carry, choices, index = inputs
+    rows, new_carry, chosen, shared = {}, {}, {}, {}
     for j, block in enumerate(blocks):
       name = f"layer_{j}"
       pages = tuple(
@@ -220,14 +300,27 @@ class Model:
         for (buffers, length, start), tap in zip(views, taps, strict=True)
       )
       apply = _remat(block.apply, self.config.saved)
-      state = State(pages=pages, carry=carry[name])
+      state = State(
+        pages=pages,
+        carry=carry[name],
+        shared=shared,
+        choices=choices.get(name, {}),
+      )
       x_TD, update = apply({"params": params[name]}, x_TD, span, state)
       rows[name], new_carry[name] = update.rows, update.carry
+      chosen[name] = update.choices
+      shared = shared | update.shared
       taps = tuple(
         None if tap is None else tap | {name: own}
         for tap, own in zip(taps, update.taps, strict=True)
       )
-    return (x_TD, taps), (rows, new_carry)
+    return (x_TD, taps), (rows, new_carry, chosen)
+
+  def _head(self, params: Params, dtype) -> Float[Array, "D V"]:
+    tree = params.merged()
+    if self.config.tie_embeddings:
+      return tree["embed"].astype(dtype).T
+    return tree["head"].astype(dtype)
 
   def logprobs(
     self,
@@ -236,7 +329,7 @@ class Model:
     targets: Int[Array, "T"],
   ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
     """Log-probability of each target and entropy of its distribution."""
-    head = params.merged()["head"].astype(hidden_TD.dtype)
+    head = self._head(params, hidden_TD.dtype)
     block = self.config.logprob_block
     return token_logprobs(hidden_TD, head, targets, block)
 
@@ -244,8 +337,7 @@ class Model:
     self, params: Params, hidden_TD: Float[Array, "T D"]
   ) -> Float[Array, "T V"]:
     """Logits of few tokens, as sampling needs them."""
-    head = params.merged()["head"].astype(hidden_TD.dtype)
-    return logits_of(hidden_TD, head)
+    return logits_of(hidden_TD, self._head(params, hidden_TD.dtype))
 
 
 def sequence_logprobs(
@@ -269,5 +361,5 @@ def sequence_scores(
     positions=jnp.arange(length, dtype=jnp.int32), length=jnp.int32(length)
   )
   carry = tree_zeros(model.state_shapes(1)[1])
-  hidden, *_ = model.hidden(params, inputs, span, (), carry)
-  return model.logprobs(params, hidden, targets)
+  out = model.hidden(params, inputs, span, (), carry)
+  return model.logprobs(params, out.x_TD, targets)

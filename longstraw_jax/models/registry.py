@@ -10,15 +10,17 @@ from collections.abc import Callable
 import flax.linen as nn
 
 from longstraw_jax.config import ModelConfig
-from longstraw_jax.models.gated_attention import GatedAttention
+from longstraw_jax.models.attention import Attention
 from longstraw_jax.models.gated_delta import GatedDelta
 from longstraw_jax.models.layers import SwiGLU
+from longstraw_jax.models.moe import SigmoidMoE, SoftmaxMoE
 
 Builder = Callable[[ModelConfig], nn.Module]
 
 MIXERS: dict[str, Builder] = {
-  "gated_attention": lambda config: GatedAttention(
+  "attention": lambda config: Attention(
     sizes=config.attention,
+    norm=config.norm,
     norm_eps=config.norm_eps,
     query_block=config.query_block,
     read_block=config.read_block,
@@ -39,6 +41,12 @@ FFNS: dict[str, Builder] = {
     hidden_dim=config.hidden_dim,
     dtype=config.dtype,
     param_dtype=config.param_dtype,
+  ),
+  "softmax_moe": lambda config: SoftmaxMoE(
+    sizes=config.moe, dtype=config.dtype, param_dtype=config.param_dtype
+  ),
+  "sigmoid_moe": lambda config: SigmoidMoE(
+    sizes=config.moe, dtype=config.dtype, param_dtype=config.param_dtype
   ),
 }
 

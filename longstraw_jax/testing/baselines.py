@@ -183,8 +183,10 @@ def bounded_scores(
     first = jnp.asarray(boundary, jnp.int32)
     span = Span(positions=jnp.arange(room, dtype=jnp.int32), length=first)
     stopped = lax.stop_gradient(params)
-    _, rows, carry, _ = model.hidden(stopped, prompt, span, (), carry)
-    segments = (Pages(rows=rows, taps=None, length=first, start=jnp.int32(0)),)
+    out = model.hidden(stopped, prompt, span, (), carry)
+    carry = out.carry
+    start = jnp.int32(0)
+    segments = (Pages(rows=out.rows, taps=None, length=first, start=start),)
 
   def one(response, response_length):
     slots = jnp.arange(size, dtype=jnp.int32)
@@ -195,8 +197,8 @@ def bounded_scores(
     targets = lax.dynamic_slice_in_dim(row, first + 1, size)
     real = length + response_length - 1 - first
     span = Span(positions=first + slots, length=real)
-    hidden, *_ = model.hidden(params, rest, span, segments, carry)
-    scores = model.logprobs(params, hidden, targets)
+    out = model.hidden(params, rest, span, segments, carry)
+    scores = model.logprobs(params, out.x_TD, targets)
     mask = jnp.arange(response_room) < response_length
     cut = lambda x: lax.dynamic_slice_in_dim(
       x, length - 1 - first, response_room

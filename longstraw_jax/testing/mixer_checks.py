@@ -12,7 +12,8 @@ import itertools
 import jax
 import numpy as np
 
-from longstraw_jax.config import PRESETS, ModelConfig
+from longstraw_jax.config import ModelConfig
+from longstraw_jax.presets import PRESETS
 from longstraw_jax.testing.compare import (
   TOLERANCE,
   assert_gradients_close,

@@ -91,7 +91,7 @@ class Subject:
   @functools.cached_property
   def chained(self) -> Case:
     """A model in which gradients come down from attention."""
-    return self._case(self.name, "gated_attention")
+    return self._case(self.name, "attention")
 
   def _case(self, *mixers: str) -> Case:
     pattern = tuple(LayerSpec(mixer=mixer, ffn=None) for mixer in mixers)

@@ -1,0 +1,439 @@
+"""Mixtures of experts: every token through the experts chosen for it.
+
+  y_t = sum_a w[t, a] down_e(silu(gate_e x_t) * up_e x_t),   e = experts[t, a]
+
+Exact: nothing is dropped and no expert has a capacity. The (token, choice)
+pairs are sorted by expert and every expert's run is padded to whole blocks of
+rows; a loop whose trip count depends on the routing multiplies one block by
+one expert's matrices at a time. Memory does not depend on the routing, and
+one compiled program serves every routing.
+
+A token's output depends on that token alone, to the bit: its row always meets
+products of one shape, and its choices are added in ascending order of expert.
+So a token is treated alike alone, in a batch and under jax.vmap, provided a
+row's bits do not depend on its place in a product of fixed shape; on XLA:CPU
+they do not.
+
+Axes beyond types.py: E experts, A choices of a token, B rows of a block.
+"""
+
+import dataclasses
+import functools
+
+from flax import struct
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax.ops.precision import wide_dtype, wide_einsum
+from longstraw_jax.types import Tree
+
+
+def _swiglu(hidden: Float[Array, "... 2*F"]) -> Float[Array, "... F"]:
+  """silu(gate) * up of [gate; up]."""
+  gate, up = jnp.split(hidden, 2, axis=-1)
+  return jax.nn.silu(gate) * up
+
+
+def dense_expert_mlp(
+  x_TD: Float[Array, "T D"],
+  gate_up_EDF: Float[Array, "E D 2*F"],
+  down_EFD: Float[Array, "E F D"],
+  experts_TA: Int[Array, "T A"],
+  weights_TA: Float[Array, "T A"],
+) -> Float[Array, "T D"]:
+  """All experts on all tokens: the form to read and to test against."""
+  chosen_TAE = jax.nn.one_hot(
+    experts_TA, down_EFD.shape[0], dtype=weights_TA.dtype
+  )
+  weights_TE = jnp.einsum("ta,tae->te", weights_TA, chosen_TAE)
+  hidden_TEF = _swiglu(jnp.einsum("td,edf->tef", x_TD, gate_up_EDF))
+  y_TED = jnp.einsum("tef,efd->ted", hidden_TEF, down_EFD)
+  return jnp.einsum("te,ted->td", weights_TE, y_TED).astype(x_TD.dtype)
+
+
+# --- Which rows a block holds ----------------------------------------------
+
+
+@struct.dataclass
+class _Plan:
+  """The pairs, pair t * A + a, in order of expert, and their blocks."""
+
+  order: Int[Array, "T*A"]
+  starts: Int[Array, "E+1"]  # place of every expert's first pair in the order
+  blocks: Int[Array, "E+1"]  # and number of blocks before its first
+
+  @classmethod
+  def of(cls, experts_TA, num_experts: int, row_block: int) -> "_Plan":
+    ids = experts_TA.reshape(-1).astype(jnp.int32)
+    known = (ids >= 0) & (ids < num_experts)
+    ids = jnp.where(known, ids, num_experts)  # behind all others, in no block
+    pairs = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    ids, order = lax.sort((ids, pairs), num_keys=1)
+    everyone = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    starts = jnp.searchsorted(ids, everyone).astype(jnp.int32)
+    counts = lax.div(jnp.diff(starts) + (row_block - 1), jnp.int32(row_block))
+    blocks = jnp.cumsum(counts, dtype=jnp.int32)
+    return cls(order=order, starts=starts, blocks=jnp.pad(blocks, (1, 0)))
+
+  def rows(self, index, row_block: int):
+    """Block `index`: its expert and its pairs, T * A where there is none."""
+    expert = jnp.searchsorted(self.blocks, index, side="right") - 1
+    expert = expert.astype(jnp.int32)
+    within = (index - self.blocks[expert]) * row_block
+    places = self.starts[expert] + within + jnp.arange(row_block, dtype="int32")
+    nothing = self.order.shape[0]
+    pairs = self.order.at[places].get(mode="fill", fill_value=nothing)
+    return expert, jnp.where(places < self.starts[expert + 1], pairs, nothing)
+
+
+def _take(array, indices):
+  """Rows of an array, zero where the index lies behind its end."""
+  return array.at[indices].get(mode="fill", fill_value=0)
+
+
+def _matrix(matrices, expert, dtype):
+  """One expert's matrix as the products take it."""
+  return lax.dynamic_index_in_dim(matrices, expert, 0, False).astype(dtype)
+
+
+# --- The two loops ---------------------------------------------------------
+
+
+@struct.dataclass
+class _Routed:
+  """Tokens and where they go; everything that has a row for each token."""
+
+  x: Float[Array, "T D"]
+  experts: Int[Array, "T A"]
+  weights: Float[Array, "T A"]
+
+
+@struct.dataclass
+class _Matrices:
+  """Of all experts; None stands for a gradient that nobody asked for."""
+
+  gate_up: Float[Array, "E D 2*F"] | None
+  down: Float[Array, "E F D"] | None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+  """Which matrices have a gradient."""
+
+  gate_up: bool
+  down: bool
+
+
+def _forward(row_block: int, routed: _Routed, matrices: _Matrices):
+  x_TD, choices = routed.x, routed.experts.shape[1]
+  plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
+  wide = wide_dtype(x_TD.dtype)
+  weights = routed.weights.reshape(-1).astype(wide)
+
+  def body(index, y_TD):
+    expert, pairs = plan.rows(index, row_block)
+    tokens = pairs // choices
+    x_BD = _take(x_TD, tokens)
+    gate_up = _matrix(matrices.gate_up, expert, x_TD.dtype)
+    down = _matrix(matrices.down, expert, x_TD.dtype)
+    hidden = _swiglu(wide_einsum("bd,df->bf", x_BD, gate_up))
+    y_BD = wide_einsum("bf,fd->bd", hidden.astype(x_TD.dtype), down)
+    y_BD = _take(weights, pairs)[:, None] * y_BD
+    return y_TD.at[tokens].add(y_BD, mode="drop")
+
+  y_TD = jnp.zeros(x_TD.shape, wide)
+  return lax.fori_loop(0, plan.blocks[-1], body, y_TD).astype(x_TD.dtype)
+
+
+@struct.dataclass
+class _Sum:
+  """The gradient of one kind of matrices while the loop runs.
+
+  Summed in float32 or wider for the expert at hand and stored in the
+  matrices' dtype, so that narrow matrices need no second buffer of them all.
+  """
+
+  one: Float[Array, "I O"]
+  everyone: Float[Array, "E I O"]
+
+  @classmethod
+  def zeros_like(cls, matrices) -> "_Sum":
+    wide = wide_dtype(matrices.dtype)
+    return cls(
+      one=jnp.zeros(matrices.shape[1:], wide),
+      everyone=jnp.zeros_like(matrices),
+    )
+
+  def add(self, expert, is_first, a_BI, b_BO) -> "_Sum":
+    """Adds one block's a^T b; an expert's first block starts it anew."""
+    one = jnp.where(is_first, 0.0, self.one)
+    one = one + wide_einsum("bi,bo->io", a_BI, b_BO).astype(one.dtype)
+    rounded = one.astype(self.everyone.dtype)
+    everyone = lax.dynamic_update_index_in_dim(
+      self.everyone, rounded, expert, 0
+    )
+    return _Sum(one=one, everyone=everyone)
+
+
+def _backward(row_block, wanted: _Wanted, routed: _Routed, matrices, dy_TD):
+  """Gradients of x, of the weights and of the matrices that are wanted."""
+  x_TD, choices = routed.x, routed.experts.shape[1]
+  plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
+  narrow, wide = x_TD.dtype, wide_dtype(x_TD.dtype)
+  weights = routed.weights.reshape(-1).astype(wide)
+
+  def body(index, carry):
+    dx_TD, dweights, dgate_up, ddown = carry
+    expert, pairs = plan.rows(index, row_block)
+    tokens = pairs // choices
+    x_BD, dy_BD = _take(x_TD, tokens), _take(dy_TD, tokens)
+    w_B1 = _take(weights, pairs)[:, None]
+    gate_up = _matrix(matrices.gate_up, expert, narrow)
+    down = _matrix(matrices.down, expert, narrow)
+
+    hidden, pull_back = jax.vjp(
+      _swiglu, wide_einsum("bd,df->bf", x_BD, gate_up)
+    )
+    hidden = hidden.astype(narrow).astype(wide)  # as the product below took it
+    dhidden = wide_einsum("bd,fd->bf", dy_BD, down)  # but for the weight
+    (dgates,) = pull_back(w_B1 * dhidden)
+    dgates = dgates.astype(narrow)
+    dx_BD = wide_einsum("bf,df->bd", dgates, gate_up)
+
+    is_first = index == plan.blocks[expert]
+    if dgate_up is not None:
+      dgate_up = dgate_up.add(expert, is_first, x_BD, dgates)
+    if ddown is not None:
+      weighted = (w_B1 * hidden).astype(narrow)
+      ddown = ddown.add(expert, is_first, weighted, dy_BD)
+    dx_TD = dx_TD.at[tokens].add(dx_BD, mode="drop")
+    dweights = dweights.at[pairs].set((hidden * dhidden).sum(-1), mode="drop")
+    return dx_TD, dweights, dgate_up, ddown
+
+  carry = (
+    jnp.zeros(x_TD.shape, wide),
+    jnp.zeros(weights.shape, wide),
+    _Sum.zeros_like(matrices.gate_up) if wanted.gate_up else None,
+    _Sum.zeros_like(matrices.down) if wanted.down else None,
+  )
+  carry = lax.fori_loop(0, plan.blocks[-1], body, carry)
+  dx_TD, dweights, dgate_up, ddown = carry
+  return (
+    dx_TD.astype(x_TD.dtype),
+    dweights.reshape(routed.weights.shape).astype(routed.weights.dtype),
+    _Matrices(
+      gate_up=dgate_up and dgate_up.everyone, down=ddown and ddown.everyone
+    ),
+  )
+
+
+# --- Members ---------------------------------------------------------------
+
+
+def _any(tree: Tree) -> bool:
+  return any(jax.tree.leaves(tree))
+
+
+def _every(tree: Tree, value: bool) -> Tree:
+  return jax.tree.map(lambda _: value, tree)
+
+
+def _give_members(axis_size: int, batched: Tree, tree: Tree) -> Tree:
+  """Gives every leaf that vmap left alone the member axis."""
+  give = lambda is_batched, x: (
+    x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+  )
+  return jax.tree.map(give, batched, tree)
+
+
+def _fold(tree: Tree) -> Tree:
+  """[M, T, ...] -> [M T, ...]: members are only more tokens."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def _unfold(tree: Tree, axis_size: int) -> Tree:
+  """The inverse of _fold."""
+  return jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), tree)
+
+
+def _one_by_one(function, axis_size, batched, args):
+  """The rule where members share too little to be folded."""
+  args = _give_members(axis_size, list(batched), list(args))
+  out = lax.map(lambda args: function(*args), args)
+  return out, _every(out, True)
+
+
+@functools.cache
+def _forward_members(row_block: int):
+  """The forward pass with its own rule for a batch of members."""
+
+  @custom_vmap
+  def forward(routed, matrices):
+    return _forward(row_block, routed, matrices)
+
+  @forward.def_vmap
+  def rule(axis_size, batched, routed, matrices):
+    if _any(batched[1]):
+      return _one_by_one(forward.fun, axis_size, batched, (routed, matrices))
+    routed = _fold(_give_members(axis_size, batched[0], routed))
+    return _unfold(forward(routed, matrices), axis_size), True
+
+  return forward
+
+
+@functools.cache
+def _backward_members(row_block: int, wanted: _Wanted):
+  """The backward pass with the same rule; see expert_mlp on its sums."""
+
+  @custom_vmap
+  def backward(routed, matrices, dy_TD):
+    return _backward(row_block, wanted, routed, matrices, dy_TD)
+
+  @backward.def_vmap
+  def rule(axis_size, batched, routed, matrices, dy_TD):
+    args = routed, matrices, dy_TD
+    # Tokens without members that meet cotangents with: several pullbacks of
+    # one call, whose gradients must not be summed.
+    if _any(batched[1]) or not _any(batched[0]):
+      return _one_by_one(backward.fun, axis_size, batched, args)
+    routed, dy_TD = _give_members(
+      axis_size, (batched[0], batched[2]), (routed, dy_TD)
+    )
+    dx, dweights, dmatrices = backward(_fold(routed), matrices, _fold(dy_TD))
+    dx, dweights = _unfold((dx, dweights), axis_size)
+    out = dx, dweights, dmatrices
+    return out, (True, True, _every(dmatrices, False))
+
+  return backward
+
+
+# --- The function ----------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_mlp(row_block, x_TD, weights_TA, gate_up, down, experts_TA):
+  routed = _Routed(x=x_TD, experts=experts_TA, weights=weights_TA)
+  matrices = _Matrices(gate_up=gate_up, down=down)
+  return _forward_members(row_block)(routed, matrices)
+
+
+def _expert_mlp_fwd(row_block, x_TD, weights_TA, gate_up, down, experts_TA):
+  routed = _Routed(
+    x=x_TD.value, experts=experts_TA.value, weights=weights_TA.value
+  )
+  matrices = _Matrices(gate_up=gate_up.value, down=down.value)
+  wanted = _Wanted(gate_up=gate_up.perturbed, down=down.perturbed)
+  y_TD = _forward_members(row_block)(routed, matrices)
+  return y_TD, (routed, matrices, wanted)
+
+
+def _expert_mlp_bwd(row_block, residuals, dy_TD):
+  if isinstance(dy_TD, SymbolicZero):
+    return (None,) * 5
+  routed, matrices, wanted = residuals
+  backward = _backward_members(row_block, wanted)
+  dx, dweights, dmatrices = backward(routed, matrices, dy_TD)
+  return dx, dweights, dmatrices.gate_up, dmatrices.down, None
+
+
+_expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd, symbolic_zeros=True)
+
+
+def expert_mlp(
+  x_TD: Float[Array, "T D"],
+  gate_up_EDF: Float[Array, "E D 2*F"],
+  down_EFD: Float[Array, "E F D"],
+  experts_TA: Int[Array, "T A"],
+  weights_TA: Float[Array, "T A"],
+  *,
+  row_block: int = 256,
+) -> Float[Array, "T D"]:
+  """dense_expert_mlp with only the chosen experts' products.
+
+  Differentiable in x, weights and the matrices, in reverse mode only. A
+  matrix that is not differentiated costs nothing: no product, no buffer.
+
+  Under jax.vmap over members that share the matrices the members are only
+  more tokens, and the gradient of the matrices is the sum over members, which
+  is what differentiating a function of the vmapped call takes. The other
+  order, jax.vmap of jax.grad with respect to shared matrices, would give that
+  sum to every member: give each member matrices of its own there.
+
+  Args:
+    x_TD: tokens. Padding may stand among them: it is routed like the rest,
+      changes nothing for the others and, while what comes out for it is
+      ignored, adds exactly zero to every gradient. It must be finite.
+    gate_up_EDF: [gate; up] side by side. Multiplied in the dtype of x.
+    down_EFD: the way back.
+    experts_TA: ids, distinct within a token. An id outside [0, E) adds
+      nothing, so that a device may hold a part of the experts.
+    weights_TA: the mixture, float32 or wider.
+    row_block: rows of one product. Every expert's run is padded to a multiple
+      of it, so an expert with tokens wastes less than one block.
+
+  Returns:
+    y_TD in the dtype of x, summed in float32 or wider.
+  """
+  return _expert_mlp(
+    row_block, x_TD, weights_TA, gate_up_EDF, down_EFD, experts_TA
+  )
+
+
+# --- Scores that do not depend on the batch --------------------------------
+
+
+def _product_in_blocks(row_block: int, x_TD, w_DE):
+  """x w, as many products of one shape as it takes."""
+  tokens = x_TD.shape[0]
+  x_TD = jnp.pad(x_TD, ((0, -tokens % row_block), (0, 0)))
+  x_BD = x_TD.reshape(-1, row_block, x_TD.shape[1])
+  with jax.default_matmul_precision("highest"):
+    y_BE = lax.map(lambda x: wide_einsum("bd,de->be", x, w_DE), x_BD)
+  return y_BE.reshape(-1, w_DE.shape[1])[:tokens]
+
+
+@functools.cache
+def _product_members(row_block: int):
+  @custom_vmap
+  def product(x_TD, w_DE):
+    return _product_in_blocks(row_block, x_TD, w_DE)
+
+  @product.def_vmap
+  def rule(axis_size, batched, x_TD, w_DE):
+    if batched[1]:
+      return _one_by_one(product.fun, axis_size, batched, (x_TD, w_DE))
+    return _unfold(product(_fold(x_TD), w_DE), axis_size), True
+
+  return product
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rowwise_product(
+  x_TD: Float[Array, "T D"], w_DE: Float[Array, "D E"], row_block: int
+) -> Float[Array, "T E"]:
+  """x w in float32 or wider, where a row's bits depend on the row alone.
+
+  A product's bits depend on its shape. Scores that decide something must not:
+  a token scored alone, in a group or under vmap has to be decided alike.
+  """
+  return _product_members(row_block)(x_TD, w_DE)
+
+
+def _rowwise_product_fwd(x_TD, w_DE, row_block):
+  return rowwise_product(x_TD, w_DE, row_block), (x_TD, w_DE)
+
+
+def _rowwise_product_bwd(row_block, residuals, dy_TE):
+  del row_block  # gradients decide nothing
+  x_TD, w_DE = residuals
+  dx_TD = wide_einsum("te,de->td", dy_TE, w_DE)
+  dw_DE = wide_einsum("td,te->de", x_TD, dy_TE)
+  return dx_TD.astype(x_TD.dtype), dw_DE.astype(w_DE.dtype)
+
+
+rowwise_product.defvjp(_rowwise_product_fwd, _rowwise_product_bwd)
