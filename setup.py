@@ -8,7 +8,7 @@ _TEST = [
   "jaxtyping>=0.3",
   "pytest>=8",
   "pytest-xdist>=3.6",
-  "tokenizers>=0.20",
+  "safetensors>=0.5",
 ]
 
 setuptools.setup(
@@ -25,13 +25,16 @@ setuptools.setup(
     "absl-py>=2.1",
     "chex>=0.1.90",
     "flax>=0.12",
+    "gguf>=0.17",
     "jax>=0.10.2",
     "jaxtyping>=0.3",
+    "jinja2>=3.1.6",
     "matplotlib>=3.9",
     "numpy>=2",
     "optax>=0.2.6",
     "orbax-checkpoint>=0.11.30",
     "tensorboardX>=2.6",
+    "tokenizers>=0.21",
     "tqdm>=4.66",
   ],
   extras_require={
