@@ -152,6 +152,7 @@ class LatentConfig:
     softmax_factor: multiplies the scale (nope_dim + rope.dim)^-0.5.
     index_query_tile, index_key_tile: the one shape in which index scores are
       computed everywhere, because their bits depend on it.
+    query_block: queries whose selected rows are gathered at once.
   """
 
   num_heads: int
@@ -167,6 +168,7 @@ class LatentConfig:
   softmax_factor: float = 1.0
   index_query_tile: int = 64
   index_key_tile: int = 4096
+  query_block: int = 16
 
   def __post_init__(self):
     _require(
@@ -175,7 +177,8 @@ class LatentConfig:
       self.rope.dim,
       f"use at most index_dim = {self.index_dim}",
     )
-    for name in ("index_topk", "index_query_tile", "index_key_tile"):
+    sizes = "index_topk index_query_tile index_key_tile query_block"
+    for name in sizes.split():
       value = getattr(self, name)
       _require(value >= 1, name, value, "use a positive number")
 

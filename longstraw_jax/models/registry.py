@@ -12,12 +12,27 @@ import flax.linen as nn
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.models.attention import Attention
 from longstraw_jax.models.gated_delta import GatedDelta
+from longstraw_jax.models.latent_attention import LatentAttention
 from longstraw_jax.models.layers import SwiGLU
 from longstraw_jax.models.moe import SigmoidMoE, SoftmaxMoE
 
 Builder = Callable[[ModelConfig], nn.Module]
 
+
+def _latent_attention(config: ModelConfig, indexed: bool) -> nn.Module:
+  return LatentAttention(
+    sizes=config.latent,
+    indexed=indexed,
+    dtype=config.dtype,
+    param_dtype=config.param_dtype,
+  )
+
+
 MIXERS: dict[str, Builder] = {
+  "latent_attention": lambda config: _latent_attention(config, indexed=True),
+  "shared_latent_attention": lambda config: _latent_attention(
+    config, indexed=False
+  ),
   "attention": lambda config: Attention(
     sizes=config.attention,
     norm=config.norm,

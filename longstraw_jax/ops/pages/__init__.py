@@ -1,0 +1,44 @@
+"""Reading pages: the primitives that own the gradient into stored rows.
+
+Pages are far larger than one call's work, so their cotangent must never be
+materialised per read. Every primitive here takes the rows as constants and,
+beside them, a tap of the same shape that passes through unread. The cotangent
+of the tap is the accumulator: the backward pass adds its blocks into it in
+place and hands it on. A reader threads the tap through its reads,
+
+  (o, lse), tap = attend(q, segment, size)
+  segment = segment.replace(tap=tap)            # only if it is read again
+  ... Update(rows, carry, taps=(tap,))
+
+and must hand on the tap, never the segment, through a scan of its own: a scan
+saves what it carries, and a segment holds the whole buffer.
+
+Without a tap (None) nothing flows into the pages. Forward-mode
+differentiation is refused, as for every jax.custom_vjp.
+
+Under jax.vmap over members that share a segment the accumulator stays one
+buffer: the backward passes sum over the members before they add.
+"""
+
+from longstraw_jax.ops.pages.attend import attend
+from longstraw_jax.ops.pages.attend_blocks import Part, attend_blocks
+from longstraw_jax.ops.pages.own import merge, open_rows
+from longstraw_jax.ops.pages.read import gather_rows, read_block
+from longstraw_jax.ops.pages.segment import (
+  EMPTY_LSE,
+  PAGE_ATTENTION,
+  Segment,
+)
+
+__all__ = [
+  "EMPTY_LSE",
+  "PAGE_ATTENTION",
+  "Part",
+  "Segment",
+  "attend",
+  "attend_blocks",
+  "gather_rows",
+  "merge",
+  "open_rows",
+  "read_block",
+]

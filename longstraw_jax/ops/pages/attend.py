@@ -1,0 +1,186 @@
+"""Softmax attention over all filled rows of a segment."""
+
+import functools
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from longstraw_jax.ops.pages.segment import (
+  EMPTY_LSE,
+  PAGE_ATTENTION,
+  Place,
+  Segment,
+  add_block,
+  any_batched,
+  block_trips,
+  give_member_axis,
+  read_slots,
+)
+from longstraw_jax.ops.precision import wide_einsum, widen
+
+
+def _split_heads(q_TNH, num_kv_heads: int):
+  """[T, N, H] -> [K, G T, H]: the query heads of one kv head side by side."""
+  tokens, num_heads, width = q_TNH.shape
+  q = q_TNH.reshape(tokens, num_kv_heads, num_heads // num_kv_heads, width)
+  return q.transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, width)
+
+
+def _join_heads(x, tokens: int):
+  """[K, G T, ...] -> [T, N, ...], the inverse of _split_heads."""
+  kv_heads, rows = x.shape[:2]
+  x = x.reshape(kv_heads, rows // tokens, tokens, *x.shape[2:])
+  x = jnp.moveaxis(x, 2, 0)
+  return x.reshape(tokens, kv_heads * (rows // tokens), *x.shape[3:])
+
+
+def _attend_forward(size, q_TNH, rows, place):
+  tokens, num_heads, width = q_TNH.shape
+  kv_heads, value_width = rows["v"].shape[1], rows["v"].shape[-1]
+  q = _split_heads(q_TNH, kv_heads) * width**-0.5
+
+  def body(index, carry):
+    o, top, total = carry
+    block, _, filled, _ = read_slots(rows, place, index, size)
+    scores = wide_einsum("kth,ksh->kts", q, block["k"])
+    scores = jnp.where(filled, scores, EMPTY_LSE)
+    new_top = jnp.maximum(top, scores.max(-1))
+    weights = jnp.where(filled, jnp.exp(scores - new_top[..., None]), 0.0)
+    shrink = jnp.exp(top - new_top)
+    narrow = weights.astype(block["v"].dtype)
+    values = wide_einsum("kts,ksh->kth", narrow, block["v"])
+    o = o * shrink[..., None] + values
+    return o, new_top, total * shrink + weights.sum(-1)
+
+  wide = widen(q).dtype
+  shape = (kv_heads, tokens * (num_heads // kv_heads))
+  carry = (
+    jnp.zeros((*shape, value_width), wide),
+    jnp.full(shape, EMPTY_LSE, wide),
+    jnp.zeros(shape, wide),
+  )
+  o, top, total = lax.fori_loop(0, block_trips(place, size), body, carry)
+  empty = total == 0
+  total = jnp.where(empty, 1.0, total)
+  lse = jnp.where(empty, EMPTY_LSE, top + jnp.log(total))
+  return _join_heads(o / total[..., None], tokens), _join_heads(lse, tokens)
+
+
+def _attend_backward(size, saved, cotangents, rows, place, tap):
+  """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2)."""
+  q_TNH, o_TNH, lse_TN = saved
+  do_TNH, dlse_TN = cotangents
+  tokens, _, width = q_TNH.shape
+  kv_heads = rows["v"].shape[1]
+  scale = width**-0.5
+  q = _split_heads(q_TNH, kv_heads)
+  do = _split_heads(do_TNH.astype(q.dtype), kv_heads)
+  lse = _split_heads(lse_TN[..., None], kv_heads)
+  delta = (do_TNH * o_TNH).sum(-1) - dlse_TN
+  delta = _split_heads(delta[..., None], kv_heads)
+
+  def body(index, carry):
+    dq, tap = carry
+    block, _, filled, offset = read_slots(rows, place, index, size)
+    scores = wide_einsum("kth,ksh->kts", q, block["k"]) * scale
+    weights = jnp.where(filled, jnp.exp(scores - lse), 0.0)
+    dweights = wide_einsum("kth,ksh->kts", do, block["v"])
+    dscores = (weights * (dweights - delta) * scale).astype(q.dtype)
+    dq = dq + wide_einsum("kts,ksh->kth", dscores, block["k"])
+    if tap is not None:
+      # XLA:CPU multiplies into [H, S] several times faster than into [S, H].
+      dk = wide_einsum("kth,kts->khs", q, dscores).swapaxes(1, 2)
+      narrow = weights.astype(q.dtype)
+      dv = wide_einsum("kth,kts->khs", do, narrow).swapaxes(1, 2)
+      tap = tap | {
+        "k": add_block(tap["k"], place.layer, offset, dk),
+        "v": add_block(tap["v"], place.layer, offset, dv),
+      }
+    return dq, tap
+
+  carry = (jnp.zeros(q.shape, widen(q).dtype), tap)
+  dq, tap = lax.fori_loop(0, block_trips(place, size), body, carry)
+  return _join_heads(dq, tokens).astype(q_TNH.dtype), tap
+
+
+@functools.cache
+def _attend_backward_members(size: int):
+  """The backward pass with its own rule for a batch of members."""
+
+  @custom_vmap
+  def backward(saved, cotangents, rows, place, tap):
+    return _attend_backward(size, saved, cotangents, rows, place, tap)
+
+  @backward.def_vmap
+  def rule(axis_size, batched, saved, cotangents, rows, place, tap):
+    saved, cotangents = give_member_axis(
+      axis_size, batched[:2], (saved, cotangents)
+    )
+    if any_batched(batched[2:]):
+      pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
+      dq, tap = jax.vmap(functools.partial(_attend_backward, size))(
+        saved, cotangents, *pages
+      )
+      return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
+    # Members that share the rows are only more queries over them.
+    fold = lambda x: x.reshape(-1, *x.shape[2:])
+    q = saved[0]
+    saved, cotangents = jax.tree.map(fold, (saved, cotangents))
+    dq, tap = backward(saved, cotangents, rows, place, tap)
+    return (dq.reshape(q.shape), tap), (
+      True,
+      jax.tree.map(lambda _: False, tap),
+    )
+
+  return backward
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(size, q_TNH, rows, place, tap):
+  return _attend_forward(size, q_TNH, rows, place), tap
+
+
+def _attend_fwd(size, q_TNH, rows, place, tap):
+  o, lse = _attend_forward(size, q_TNH, rows, place)
+  o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
+  return ((o, lse), tap), (q_TNH, o, lse, rows, place)
+
+
+def _attend_bwd(size, residuals, cotangents):
+  q_TNH, o, lse, rows, place = residuals
+  (do, dlse), dtap = cotangents
+  dq, dtap = _attend_backward_members(size)(
+    (q_TNH, o, lse), (do, dlse), rows, place, dtap
+  )
+  return dq, None, None, dtap
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend(
+  q_TNH: Float[Array, "T N H"], segment: Segment, size: int
+) -> tuple[tuple[Float[Array, "T N H"], Float[Array, "T N"]], dict | None]:
+  """Softmax attention of T queries over every filled row of a segment.
+
+  Reads rows "k" [L, K, S, H] and "v" [L, K, S, Hv] in blocks of `size` with a
+  dynamic trip count: one program serves every filled length. All filled rows
+  are visible, so the segment must lie before the queries.
+
+  Args:
+    q_TNH: queries, unscaled; N is a multiple of the K key/value heads.
+    segment: the rows to attend to.
+    size: rows read at once.
+
+  Returns:
+    ((o, lse), tap): outputs [T, N, Hv] and log-sum-exp [T, N] in float32 or
+    wider, and the tap as handed on. An empty segment gives o = 0 and
+    lse = EMPTY_LSE.
+  """
+  rows = {"k": segment.rows["k"], "v": segment.rows["v"]}
+  size = min(size, segment.capacity)
+  return _attend(size, q_TNH, rows, Place.of(segment), segment.tap)

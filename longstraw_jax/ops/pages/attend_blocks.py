@@ -1,0 +1,169 @@
+"""Blockwise attention of any making over a segment."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+
+import jax
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+import jax.numpy as jnp
+
+from longstraw_jax.ops.pages.segment import (
+  EMPTY_LSE,
+  PAGE_ATTENTION,
+  Place,
+  Segment,
+  add_block,
+  any_batched,
+  block_trips,
+  give_member_axis,
+  read_slots,
+)
+from longstraw_jax.ops.precision import widen
+from longstraw_jax.types import Tree
+
+# (operands, rows, positions [B], filled [B]) -> (o [T, N, H], lse [T, N])
+Part = Callable[[Tree, dict, Array, Array], tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Members:
+  """A part for a batch of members: operands carry the axis, rows do not."""
+
+  part: Part
+
+  def __call__(self, operands, rows, positions, filled):
+    axes = (0, None, None, None)
+    return jax.vmap(self.part, axes)(operands, rows, positions, filled)
+
+
+def _blocks_forward(part, size, operands, rows, place):
+  def block_of(index):
+    block, positions, filled, _ = read_slots(rows, place, index, size)
+    o, lse = part(operands, block, positions, filled)
+    return widen(o), widen(lse)
+
+  def body(index, carry):
+    o, lse = carry
+    block_o, block_lse = block_of(index)
+    top = jnp.maximum(lse, block_lse)
+    old, new = jnp.exp(lse - top), jnp.exp(block_lse - top)
+    total = old + new
+    o = (old[..., None] * o + new[..., None] * block_o) / total[..., None]
+    # Two empty parts weigh 1 each; their sum must stay empty.
+    empty = top <= EMPTY_LSE
+    return o, jnp.where(empty, EMPTY_LSE, top + jnp.log(total))
+
+  shapes = jax.eval_shape(block_of, jnp.int32(0))
+  carry = (
+    jnp.zeros(shapes[0].shape, shapes[0].dtype),
+    jnp.full(shapes[1].shape, EMPTY_LSE, shapes[1].dtype),
+  )
+  return lax.fori_loop(0, block_trips(place, size), body, carry)
+
+
+def _blocks_backward(part, size, saved, cotangents, rows, place, tap):
+  """Pulls back one block at a time; nothing was saved for any block.
+
+  With the final (o, lse), block b entered with weight w = exp(lse_b - lse):
+  its output's cotangent is w do and its log-sum-exp's is
+  w (do . (o_b - o) + dlse).
+  """
+  operands, o, lse = saved
+  do, dlse = cotangents
+
+  def body(index, carry):
+    doperands, tap = carry
+    block, positions, filled, offset = read_slots(rows, place, index, size)
+    call = lambda operands, block: part(operands, block, positions, filled)
+    (block_o, block_lse), pull_back = jax.vjp(call, operands, block)
+    empty = lse <= EMPTY_LSE
+    weight = jnp.where(empty, 0.0, jnp.exp(block_lse - lse))
+    dblock_o = weight[..., None] * do
+    dblock_lse = weight * ((do * (block_o - o)).sum(-1) + dlse)
+    grads, drows = pull_back(
+      (dblock_o.astype(block_o.dtype), dblock_lse.astype(block_lse.dtype))
+    )
+    doperands = jax.tree.map(jnp.add, doperands, grads)
+    if tap is not None:
+      tap = {
+        name: add_block(buffer, place.layer, offset, drows[name])
+        for name, buffer in tap.items()
+      }
+    return doperands, tap
+
+  carry = (jax.tree.map(jnp.zeros_like, operands), tap)
+  return lax.fori_loop(0, block_trips(place, size), body, carry)
+
+
+@functools.cache
+def _blocks_backward_members(part: Part, size: int):
+  @custom_vmap
+  def backward(saved, cotangents, rows, place, tap):
+    return _blocks_backward(part, size, saved, cotangents, rows, place, tap)
+
+  @backward.def_vmap
+  def rule(axis_size, batched, saved, cotangents, rows, place, tap):
+    saved, cotangents = give_member_axis(
+      axis_size, batched[:2], (saved, cotangents)
+    )
+    every = lambda tree, value: jax.tree.map(lambda _: value, tree)
+    if any_batched(batched[2:]):
+      pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
+      out = jax.vmap(functools.partial(_blocks_backward, part, size))(
+        saved, cotangents, *pages
+      )
+      return out, every(out, True)
+    shared = _blocks_backward_members(_Members(part), size)
+    doperands, tap = shared(saved, cotangents, rows, place, tap)
+    return (doperands, tap), (every(doperands, True), every(tap, False))
+
+  return backward
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_blocks(part, size, operands, rows, place, tap):
+  return _blocks_forward(part, size, operands, rows, place), tap
+
+
+def _attend_blocks_fwd(part, size, operands, rows, place, tap):
+  o, lse = _blocks_forward(part, size, operands, rows, place)
+  o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
+  return ((o, lse), tap), (operands, o, lse, rows, place)
+
+
+def _attend_blocks_bwd(part, size, residuals, cotangents):
+  operands, o, lse, rows, place = residuals
+  (do, dlse), dtap = cotangents
+  doperands, dtap = _blocks_backward_members(part, size)(
+    (operands, o, lse), (do, dlse), rows, place, dtap
+  )
+  return doperands, None, None, dtap
+
+
+_attend_blocks.defvjp(_attend_blocks_fwd, _attend_blocks_bwd)
+
+
+def attend_blocks(
+  part: Part, operands: Tree, segment: Segment, size: int
+) -> tuple[tuple[Array, Array], dict | None]:
+  """Blockwise attention of the author's own making over a segment.
+
+  Args:
+    part: a pure, hashable function (operands, rows, positions, filled) ->
+      (o [T, N, H], lse [T, N]) of one block: normalised outputs and
+      log-sum-exp of the rows it lets a query see, EMPTY_LSE where none. It
+      may close over no traced value.
+    operands: floating-point arrays, differentiated.
+    segment: the rows to attend to.
+    size: rows read at once.
+
+  Returns:
+    ((o, lse), tap) merged over all filled blocks, float32 or wider, and the
+    tap as handed on.
+  """
+  size = min(size, segment.capacity)
+  place = Place.of(segment)
+  return _attend_blocks(part, size, operands, segment.rows, place, segment.tap)

@@ -1,0 +1,158 @@
+"""Reading rows of a segment: a block of them, or some chosen by index."""
+
+import functools
+
+import jax
+from jax import lax
+from jax.custom_batching import custom_vmap
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from longstraw_jax.ops.pages.segment import (
+  Place,
+  Segment,
+  add_block,
+  any_batched,
+  give_member_axis,
+  read_slots,
+)
+
+
+@custom_vmap
+def _add_rows(tap, layer, offset, drows):
+  return {
+    name: add_block(buffer, layer, offset, drows[name])
+    for name, buffer in tap.items()
+  }
+
+
+@_add_rows.def_vmap
+def _add_rows_members(axis_size, batched, tap, layer, offset, drows):
+  if any_batched(batched[0]):
+    args = give_member_axis(axis_size, batched, (tap, layer, offset, drows))
+    tap = jax.vmap(_add_rows.fun)(*args)
+    return tap, jax.tree.map(lambda _: True, tap)
+  members = give_member_axis(axis_size, batched[1:], (layer, offset, drows))
+  add = lambda tap, member: (_add_rows(tap, *member), None)
+  tap, _ = lax.scan(add, tap, members)
+  return tap, jax.tree.map(lambda _: False, tap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read_block(size, index, rows, place, tap):
+  block, positions, filled, _ = read_slots(rows, place, index, size)
+  return (block, positions, filled), tap
+
+
+def _read_block_fwd(size, index, rows, place, tap):
+  block, positions, filled, offset = read_slots(rows, place, index, size)
+  return ((block, positions, filled), tap), (place.layer, offset)
+
+
+def _read_block_bwd(size, residuals, cotangents):
+  layer, offset = residuals
+  (drows, _, _), dtap = cotangents
+  if dtap is not None:
+    dtap = _add_rows(dtap, layer, offset, drows)
+  return None, None, None, dtap
+
+
+_read_block.defvjp(_read_block_fwd, _read_block_bwd)
+
+
+def read_block(
+  segment: Segment, index: Int[Array, ""], size: int
+) -> tuple[tuple[dict, Int[Array, "B"], Bool[Array, "B"]], dict | None]:
+  """Rows [index * size, (index + 1) * size) of a segment, for few reads.
+
+  Returns:
+    ((rows, positions, filled), tap). Rows that are not filled hold anything:
+    mask them.
+  """
+  size = min(size, segment.capacity)
+  place = Place.of(segment)
+  return _read_block(size, index, segment.rows, place, segment.tap)
+
+
+# --- Chosen rows -----------------------------------------------------------
+
+
+@custom_vmap
+def _scatter_rows(tap, layer, slots, drows):
+  """Adds rows [Q, A, H] into tap[layer, slots]; out of range is dropped."""
+  return {
+    name: buffer.at[layer, slots].add(
+      drows[name].astype(buffer.dtype), mode="drop"
+    )
+    for name, buffer in tap.items()
+  }
+
+
+@_scatter_rows.def_vmap
+def _scatter_rows_members(axis_size, batched, tap, layer, slots, drows):
+  if any_batched(batched[:2]):
+    args = give_member_axis(axis_size, batched, (tap, layer, slots, drows))
+    tap = jax.vmap(_scatter_rows.fun)(*args)
+    return tap, jax.tree.map(lambda _: True, tap)
+  slots, drows = give_member_axis(axis_size, batched[2:], (slots, drows))
+  fold = lambda x: x.reshape(-1, *x.shape[2:])
+  tap = _scatter_rows(tap, layer, *jax.tree.map(fold, (slots, drows)))
+  return tap, jax.tree.map(lambda _: False, tap)
+
+
+def _gather(names, rows, place, positions):
+  slots = positions - place.start
+  inside = (slots >= 0) & (slots < place.length)
+  capacity = rows[names[0]].shape[-2]
+  # Behind the end, not -1: that would wrap to the last row.
+  slots = jnp.where(inside, slots, capacity)
+  taken = {
+    name: rows[name].at[place.layer, slots].get(mode="fill", fill_value=0)
+    for name in names
+  }
+  return taken, inside, slots
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_rows(names, positions, rows, place, tap):
+  taken, inside, _ = _gather(names, rows, place, positions)
+  return (taken, inside), tap
+
+
+def _gather_rows_fwd(names, positions, rows, place, tap):
+  taken, inside, slots = _gather(names, rows, place, positions)
+  return ((taken, inside), tap), (place.layer, slots)
+
+
+def _gather_rows_bwd(names, residuals, cotangents):
+  layer, slots = residuals
+  (drows, _), dtap = cotangents
+  if dtap is not None:
+    part = {name: dtap[name] for name in names}
+    dtap = dtap | _scatter_rows(part, layer, slots, drows)
+  return None, None, None, dtap
+
+
+_gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
+
+
+def gather_rows(
+  segment: Segment, positions: Int[Array, "Q A"], names: tuple[str, ...]
+) -> tuple[tuple[dict, Bool[Array, "Q A"]], dict | None]:
+  """Rows of a segment by absolute position, for sparse attention.
+
+  Rows must be headless, [L, S, H]. Their cotangents are scattered into the
+  tap; on a GPU that adds in no fixed order.
+
+  Args:
+    segment: the rows.
+    positions: wanted ones; those outside the segment give zeros.
+    names: of the rows that are read.
+
+  Returns:
+    ((name -> [Q, A, H], inside), tap): the rows, which of the positions lie in
+    the segment, and the tap as handed on.
+  """
+  return _gather_rows(
+    tuple(names), positions, segment.rows, Place.of(segment), segment.tap
+  )

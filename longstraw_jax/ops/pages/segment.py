@@ -1,0 +1,112 @@
+"""A run of stored rows, where a read looks in it, and vmap over members."""
+
+from flax import struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from longstraw_jax.types import Tree
+
+EMPTY_LSE = -1e30  # log-sum-exp of nothing; its weight in a merge is exactly 0
+
+# Name of attention outputs for checkpoint policies: small to keep, and the
+# only part whose recomputation costs as much as reading every page again.
+PAGE_ATTENTION = "page_attention"
+
+
+@struct.dataclass
+class Segment:
+  """One layer's view of a run of stored rows.
+
+  Attributes:
+    rows: name -> [L, ..., S, H] of all L repeats of the layer's stage; the
+      token axis is always the last but one.
+    tap: the accumulator's stand-in, shaped like rows, or None.
+    layer: which repeat is meant.
+    length: how many of the S rows are filled.
+    start: position of row 0; row i stands at start + i.
+  """
+
+  rows: dict[str, Array]
+  tap: dict[str, Array] | None
+  layer: Int[Array, ""]
+  length: Int[Array, ""]
+  start: Int[Array, ""]
+
+  @property
+  def capacity(self) -> int:
+    """S, the rows there is room for."""
+    return next(iter(self.rows.values())).shape[-2]
+
+
+@struct.dataclass
+class Place:
+  """Where a read looks: integers only, so never differentiated."""
+
+  layer: Int[Array, ""]
+  length: Int[Array, ""]
+  start: Int[Array, ""]
+
+  @classmethod
+  def of(cls, segment: Segment) -> "Place":
+    return cls(layer=segment.layer, length=segment.length, start=segment.start)
+
+
+def slice_rows(buffer: Array, layer, offset, size: int) -> Array:
+  """Rows [offset, offset + size) of one layer, without the layer axis."""
+  starts = [0] * buffer.ndim
+  starts[0], starts[-2] = layer, offset
+  sizes = (1, *buffer.shape[1:-2], size, buffer.shape[-1])
+  starts = [jnp.asarray(start, jnp.int32) for start in starts]
+  return lax.dynamic_slice(buffer, starts, sizes)[0]
+
+
+def add_block(buffer: Array, layer, offset, block: Array) -> Array:
+  """Adds a block to rows [offset, ...) of one layer, in place under jit."""
+  starts = [0] * buffer.ndim
+  starts[0], starts[-2] = layer, offset
+  starts = [jnp.asarray(start, jnp.int32) for start in starts]
+  old = lax.dynamic_slice(buffer, starts, (1, *block.shape))
+  block = old + block[None].astype(buffer.dtype)
+  return lax.dynamic_update_slice(buffer, block, starts)
+
+
+def read_slots(rows: dict, place: Place, index, size: int):
+  """Block `index`: its rows, positions, which are filled, and its offset.
+
+  The last block of a capacity that `size` does not divide is moved back
+  instead of clamped silently; rows that belong to the block before it are
+  marked as not filled.
+  """
+  capacity = next(iter(rows.values())).shape[-2]
+  wanted = jnp.asarray(index, jnp.int32) * size
+  offset = jnp.minimum(wanted, capacity - size)
+  block = {
+    name: slice_rows(buffer, place.layer, offset, size)
+    for name, buffer in rows.items()
+  }
+  slots = offset + jnp.arange(size, dtype=jnp.int32)
+  filled = (slots >= wanted) & (slots < place.length)
+  return block, place.start + slots, filled, offset
+
+
+def block_trips(place: Place, size: int) -> Int[Array, ""]:
+  """Blocks of `size` rows that hold a filled one."""
+  return lax.div(place.length + (size - 1), jnp.int32(size))
+
+
+def any_batched(tree: Tree) -> bool:
+  """Whether vmap gave any leaf a member axis."""
+  return any(jax.tree.leaves(tree))
+
+
+def give_member_axis(axis_size: int, batched: list, trees: tuple) -> tuple:
+  """Gives every leaf that vmap left alone the member axis."""
+  return jax.tree.map(
+    lambda is_batched, x: (
+      x if is_batched else jnp.broadcast_to(x, (axis_size, *jnp.shape(x)))
+    ),
+    tuple(batched),
+    trees,
+  )

@@ -1,0 +1,142 @@
+"""Which keys a query attends to: the exact top of the index scores.
+
+DeepSeek sparse attention's indexer, as GLM-5 has it:
+
+  I[t, s] = sum_n w[t, n] relu(q[t, n] . k[s])
+
+and query t attends to the A keys of the highest I among those at or before it,
+the lowest position where scores are equal. Scores exist for one tile of
+queries and keys at a time.
+
+The bits of a score depend on the shape of the product, and two programs that
+disagree in a bit may choose different keys. So every score anywhere comes from
+one tile shape, padded where there is less to score.
+"""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from longstraw_jax.ops.pages.segment import (
+  Place,
+  Segment,
+  block_trips,
+  read_slots,
+)
+from longstraw_jax.ops.precision import wide_einsum, widen
+
+NO_KEY = -1  # position of a slot that holds no key
+
+
+def index_scores(
+  q_QNJ: Float[Array, "Q N J"],
+  w_QN: Float[Array, "Q N"],
+  k_BJ: Float[Array, "B J"],
+) -> Float[Array, "Q B"]:
+  """Scores of one tile in float32 or wider; -0.0 is made 0.0."""
+  dots = jax.nn.relu(wide_einsum("qnj,bj->nqb", q_QNJ, k_BJ))
+  scores = (widen(w_QN).T[..., None] * dots).sum(0)
+  # top_k ranks -0.0 below 0.0; XLA deletes x + 0.0, so this is spelt out.
+  return jnp.where(scores == 0, 0.0, scores)
+
+
+def merge_top(best, scores_QB, positions_B, visible_QB: Bool[Array, "Q B"]):
+  """The best so far, ([Q, A] scores, [Q, A] positions), and a tile's.
+
+  Kept keys stand first and come from lower positions, so that equal scores
+  keep the lower one.
+  """
+  scores, positions = best
+  scores_QB = jnp.where(visible_QB, scores_QB, -jnp.inf)
+  positions_QB = jnp.where(visible_QB, positions_B, NO_KEY)
+  scores = jnp.concatenate([scores, scores_QB], axis=1)
+  positions = jnp.concatenate([positions, positions_QB], axis=1)
+  scores, order = lax.top_k(scores, best[0].shape[1])
+  return scores, jnp.take_along_axis(positions, order, axis=1)
+
+
+def _padded(x: Array, size: int) -> Array:
+  """Rows padded with zeros to `size`."""
+  return jnp.pad(x, ((0, size - x.shape[0]),) + ((0, 0),) * (x.ndim - 1))
+
+
+def _tiles(x: Array, size: int) -> Array:
+  """[T, ...] as [tiles, size, ...], padded with zeros."""
+  x = _padded(x, x.shape[0] + -x.shape[0] % size)
+  return x.reshape(-1, size, *x.shape[1:])
+
+
+def select_keys(
+  q_TNJ: Float[Array, "T N J"],
+  w_TN: Float[Array, "T N"],
+  k_TJ: Float[Array, "T J"],
+  positions_T: Int[Array, "T"],
+  segments: tuple[Segment, ...],
+  *,
+  name: str,
+  number: int,
+  query_tile: int,
+  key_tile: int,
+) -> Int[Array, "T A"]:
+  """Positions of the best keys of every query, best first.
+
+  Args:
+    q_TNJ: index queries, scaled.
+    w_TN: weights of the heads.
+    k_TJ: this call's own index keys.
+    positions_T: consecutive positions of this call.
+    segments: pages before the call, oldest first.
+    name: of the rows that hold index keys, [L, S, J].
+    number: A, keys a query attends to.
+    query_tile: queries of one tile.
+    key_tile: keys of one tile.
+
+  Returns:
+    [T, A] int32; NO_KEY where fewer than A keys are visible. Not
+    differentiable.
+  """
+  q_TNJ, w_TN, k_TJ = lax.stop_gradient((q_TNJ, w_TN, k_TJ))
+  own_tiles = _tiles(k_TJ, key_tile)
+  start = positions_T[0]
+  places = [Place.of(segment) for segment in segments]
+
+  def one_tile(inputs):
+    q, w, first = inputs
+    queries = start + first + jnp.arange(query_tile, dtype=jnp.int32)
+
+    def take(best, keys, positions, filled):
+      visible = filled & (positions <= queries[:, None])
+      return merge_top(best, index_scores(q, w, keys), positions, visible)
+
+    def take_stored(segment, place, index, best):
+      size = min(key_tile, segment.capacity)
+      rows = {name: segment.rows[name]}
+      block, positions, filled, _ = read_slots(rows, place, index, size)
+      pad = functools.partial(_padded, size=key_tile)
+      return take(best, pad(block[name]), pad(positions), pad(filled))
+
+    def take_own(index, best):
+      slots = index * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
+      keys = lax.dynamic_index_in_dim(own_tiles, index, keepdims=False)
+      return take(best, keys, start + slots, slots < k_TJ.shape[0])
+
+    shape = (query_tile, number)
+    best = (
+      jnp.full(shape, -jnp.inf, widen(q).dtype),
+      jnp.full(shape, NO_KEY, jnp.int32),
+    )
+    for segment, place in zip(segments, places, strict=True):
+      trips = block_trips(place, min(key_tile, segment.capacity))
+      step = functools.partial(take_stored, segment, place)
+      best = lax.fori_loop(0, trips, step, best)
+    trips = lax.div(first + query_tile - 1, jnp.int32(key_tile)) + 1
+    trips = jnp.minimum(trips, own_tiles.shape[0])
+    return lax.fori_loop(0, trips, take_own, best)[1]
+
+  q, w = _tiles(q_TNJ, query_tile), _tiles(w_TN, query_tile)
+  first = query_tile * jnp.arange(q.shape[0], dtype=jnp.int32)
+  chosen = lax.map(one_tile, (q, w, first))
+  return chosen.reshape(-1, number)[: q_TNJ.shape[0]]
