@@ -166,6 +166,18 @@ class ConformanceTest(parameterized.TestCase):
   def test_conforms(self, name):
     check_mixer(name)
 
+  def test_latent_attention_conforms(self):
+    check_mixer("latent_attention", PRESETS["tiny-glm"])
+
+  def test_shared_latent_attention_conforms(self):
+    some = jnp.array([0, 2, 3, 5, 9])
+    check_mixer(
+      "shared_latent_attention",
+      PRESETS["tiny-glm"],
+      below=("latent_attention",),
+      shared=lambda positions: {"keys": positions[:, None] - some},
+    )
+
   def test_sliding_window_conforms(self):
     self.addCleanup(MIXERS.pop, sliding_window.NAME)
     sliding_window.register(5)

@@ -20,7 +20,6 @@ from longstraw_jax.testing.mixer_subject import (
   GARBAGE,
   TOKENS,
   Subject,
-  apply,
   make_segment,
   make_span,
   random_like,
@@ -92,10 +91,10 @@ def check_shapes(subject: Subject) -> None:
 def _check_call_shapes(subject, mixer, dtype, number, rows, carry) -> None:
   x_TD = jax.ShapeDtypeStruct((TOKENS, subject.config.embed_dim), dtype)
   pages = jax.eval_shape(lambda: subject.pages(2 * TOKENS, dtype))
-  state = State(pages=(pages,) * number, carry=carry)
-  call = lambda key, x, state: mixer.init_with_output(
-    key, x, make_span(), state
-  )
+  span = make_span()
+  shared = subject.shared(span.positions)
+  state = State(pages=(pages,) * number, carry=carry, shared=shared)
+  call = lambda key, x, state: mixer.init_with_output(key, x, span, state)
   key = jax.eval_shape(lambda: jax.random.key(0))
   (y, update), _ = jax.eval_shape(call, key, x_TD, state)
   case = f"with {number} segments in {dtype}"
@@ -157,7 +156,7 @@ def check_padding(subject: Subject) -> None:
 
 def check_causality(subject: Subject) -> None:
   """No output or row depends on a later token, no carry on padding."""
-  mixer, params, real = subject.mixer(), subject.params, 7
+  real = 7
   _, carry = subject.shapes
   carry, segments = random_like(carry, seed=3), (subject.pages(TOKENS),)
 
@@ -165,7 +164,7 @@ def check_causality(subject: Subject) -> None:
     """|d token t / d x_s| for rows, and |d carry / d x_s| as the last row."""
 
     def scalars(x):
-      y, update = apply(mixer, params, x, real, 0, segments, carry)
+      y, update = subject.apply(subject.params, x, real, 0, segments, carry)
       rows = [
         jnp.moveaxis(row, -2, 0).reshape(TOKENS, -1)
         for row in jax.tree.leaves(update.rows)
@@ -241,7 +240,7 @@ def _gradient_temporaries(subject, mixer, capacity: int, tokens: int) -> int:
   def gradient(accumulator, params, x, carry, rows, length):
     def call(params, x, carry, tap):
       segments = (make_segment(rows, tap, length, 0),)
-      y, update = apply(mixer, params, x, tokens, length, segments, carry)
+      y, update = subject.apply(params, x, tokens, length, segments, carry)
       return (y, update.rows, update.carry), update.taps
 
     outputs, pull_back = jax.vjp(call, params, x, carry, accumulator)

@@ -29,7 +29,7 @@ from longstraw_jax.testing.mixer_calls import (
   check_splits,
 )
 from longstraw_jax.testing.mixer_case import CAPACITY, LENGTHS, PROMPTS, Case
-from longstraw_jax.testing.mixer_subject import Subject
+from longstraw_jax.testing.mixer_subject import Shared, Subject
 
 BLOCK = 3  # response tokens at once, where a response spans blocks
 
@@ -124,6 +124,8 @@ def check_mixer(
   *,
   trainable: Callable[[str], bool] = lambda path: True,
   narrow_carries: Sequence[str] = ("conv_tail",),
+  below: Sequence[str] = (),
+  shared: Shared = lambda positions: {},
   checks: Sequence[str] = CHECKS,
 ) -> None:
   """Runs a registered mixer through everything the package relies on.
@@ -147,6 +149,9 @@ def check_mixer(
       must have a gradient.
     narrow_carries: carry fields that may stay in the model's dtype because
       they copy inputs; all others must be float32 or wider.
+    below: mixers that must stand below this one in its pattern.
+    shared: positions [T] -> what they would hand on (State.shared), for the
+      calls of the mixer by itself; a function of the position alone.
     checks: which of CHECKS to run.
 
   Raises:
@@ -159,6 +164,8 @@ def check_mixer(
     raise ValueError(f"checks {unknown} are unknown: use some of {CHECKS}")
   config = config or PRESETS["tiny-hybrid"]
   with jax.enable_x64(True):
-    subject = Subject(name, config, trainable, tuple(narrow_carries))
+    subject = Subject(
+      name, config, trainable, tuple(narrow_carries), tuple(below), shared
+    )
     for check in checks:
       _CHECKS[check](subject)

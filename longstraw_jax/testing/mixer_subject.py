@@ -21,6 +21,8 @@ from longstraw_jax.testing.mixer_case import Case
 from longstraw_jax.types import Span, Tree
 
 TOKENS = 12  # of one sequence
+# Positions [T] -> what a layer below would hand on for them.
+Shared = Callable[[jax.Array], dict[str, jax.Array]]
 GARBAGE = 100.0  # in rows that are not filled and in layers not asked for
 
 
@@ -32,6 +34,8 @@ class Subject:
   config: ModelConfig
   trainable: Callable[[str], bool]
   narrow_carries: tuple[str, ...]
+  below: tuple[str, ...]
+  shared: Shared
 
   def mixer(self, dtype: str = "float64") -> nn.Module:
     """The unbound module, with activations and parameters of a dtype."""
@@ -52,9 +56,14 @@ class Subject:
   @functools.cached_property
   def params(self) -> Tree:
     """Parameters away from their initial values, so that none is special."""
-    state = State(pages=(), carry=tree_zeros(self.shapes[1]))
+    span = make_span()
+    state = State(
+      pages=(),
+      carry=tree_zeros(self.shapes[1]),
+      shared=self.shared(span.positions),
+    )
     start = quick_jit(self.mixer().init)(
-      jax.random.key(0), self.inputs, make_span(), state
+      jax.random.key(0), self.inputs, span, state
     )
     return nudged(start["params"])
 
@@ -71,8 +80,14 @@ class Subject:
   @functools.cached_property
   def call(self) -> Callable:
     """(x, length, start, segments, carry) -> (y, update), compiled."""
-    mixer, params = self.mixer(), self.params
-    return quick_jit(functools.partial(apply, mixer, params))
+    return quick_jit(functools.partial(self.apply, self.params))
+
+  def apply(self, params, x_TD, length, start, segments, carry):
+    """(y, update) of a call at position `start`, `length` tokens real."""
+    span = make_span(x_TD.shape[0], length, start)
+    shared = self.shared(span.positions)
+    state = State(pages=segments, carry=carry, shared=shared)
+    return self.mixer().apply({"params": params}, x_TD, span, state)
 
   def pages(self, tokens: int, dtype="float64") -> Segment:
     """An empty segment: layer 1 of 2, with garbage wherever nothing is."""
@@ -94,17 +109,18 @@ class Subject:
     return self._case(self.name, "attention")
 
   def _case(self, *mixers: str) -> Case:
-    pattern = tuple(LayerSpec(mixer=mixer, ffn=None) for mixer in mixers)
+    pattern = tuple(
+      LayerSpec(mixer=mixer, ffn=None) for mixer in (*self.below, *mixers)
+    )
     config = dataclasses.replace(
       self.config,
       dtype="float64",
       param_dtype="float64",
       stages=(Stage(pattern=pattern, repeats=2),),
     )
-    init = functools.partial(Model(config).init, trainable=self.trainable)
-    return Case.create(
-      Model(config), nudged(quick_jit(init)(jax.random.key(1)))
-    )
+    model = Model(config)
+    init = functools.partial(model.init, trainable=self.trainable)
+    return Case.create(model, nudged(quick_jit(init)(jax.random.key(1))))
 
 
 def random_like(shapes: Tree, seed: int) -> Tree:
@@ -133,10 +149,3 @@ def make_segment(rows, tap, length, start, layer=0) -> Segment:
     jnp.asarray(x, jnp.int32) for x in (layer, length, start)
   )
   return Segment(rows=rows, tap=tap, layer=layer, length=length, start=start)
-
-
-def apply(mixer, params, x_TD, length, start, segments, carry):
-  """(y, update) of a call at position `start`, `length` tokens real."""
-  span = make_span(x_TD.shape[0], length, start)
-  state = State(pages=segments, carry=carry)
-  return mixer.apply({"params": params}, x_TD, span, state)
