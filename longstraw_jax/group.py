@@ -71,7 +71,9 @@ def group_gradient(
 
   Returns:
     The loss, gradients like params.trainable in float32 or wider, and the
-    objective's metrics.
+    objective's metrics; where the group's recorded choices are followed also
+    "choices_changed_share": of layers, over trained tokens, that would have
+    chosen otherwise.
 
   Raises:
     ValueError: bad sizes, ids, responses, or a group of another prompt.
@@ -120,20 +122,24 @@ def _group_gradient(
 ):
   responses = jnp.asarray(group.responses, jnp.int32)
   lengths = jnp.asarray(group.lengths, jnp.int32)
-  scores = score_members(
-    model, block, members_at_once, params, state, responses, lengths
+  members = (responses, lengths, group.choices)
+  scores, changed = score_members(
+    model, block, members_at_once, params, state, *members
   )
   call = lambda logprobs, entropy: objective(logprobs, entropy, group)
   loss, pull_back, metrics = jax.vjp(call, *scores, has_aux=True)
   dscores = pull_back(jnp.ones_like(loss))
+  if group.choices is not None:
+    counted = group.loss_mask.sum()
+    share = jnp.where(group.loss_mask, changed, 0.0).sum() / counted
+    metrics = metrics | {"choices_changed_share": share}
   sums = replay_members(
     model,
     block,
     members_at_once,
     params,
     state,
-    responses,
-    lengths,
+    *members,
     dscores,
     page_grad_dtype,
   )

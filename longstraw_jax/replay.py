@@ -30,6 +30,7 @@ def replay(
   *,
   block_size: int | None = None,
   members_at_once: int = 1,
+  choices: Tree | None = None,
 ) -> Float[Array, "G R"]:
   """log pi(responses[g, t] given prompt and responses[g, :t]), [G, R].
 
@@ -47,6 +48,7 @@ def replay(
     block_size: tokens of a response processed at once; R by default. Longer
       responses are walked block by block against their own pages.
     members_at_once: members replayed together; memory grows with it.
+    choices: recorded ones to follow, see Group.choices.
 
   Returns:
     [G, R] in float32 or wider.
@@ -63,6 +65,7 @@ def replay(
     lengths,
     block_size=block_size,
     members_at_once=members_at_once,
+    choices=choices,
   )[0]
 
 
@@ -75,6 +78,7 @@ def replay_scores(
   *,
   block_size: int | None = None,
   members_at_once: int = 1,
+  choices: Tree | None = None,
 ) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
   """`replay`, and the entropy of the distribution each token came from."""
   check_responses(responses, lengths, None, model.config.vocab_size)
@@ -90,6 +94,7 @@ def replay_scores(
     state,
     responses,
     lengths,
+    choices,
   )
 
 
@@ -121,6 +126,7 @@ def branch_job(
   state: PromptState,
   responses: Int[Array, "*M R"],
   lengths: Int[Array, "*M"],
+  choices: Tree | None,
   block: int,
 ) -> Job:
   """The walk over one member, or a batch: last prompt token first."""
@@ -134,6 +140,10 @@ def branch_job(
     length=lengths,
     start=state.length,
     block=block,
+    choices=jax.tree.map(
+      lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, padding), (0, 0))),
+      choices,
+    ),
     batched=responses.ndim == 2,
   )
 
@@ -162,17 +172,23 @@ def score_members(
   state: PromptState,
   responses: Int[Array, "G R"],
   lengths: Int[Array, "G"],
-) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
-  """Scores every member without a graph: log-probabilities and entropy."""
+  choices: Tree | None,
+) -> tuple[tuple[Float[Array, "G R"], Float[Array, "G R"]], Array | None]:
+  """Scores every member without a graph.
+
+  Returns:
+    ((log-probabilities, entropy), share of layers [G, R] that would have
+    chosen otherwise than `choices`; None without any).
+  """
   priors = prompt_pages(state, None)
 
   def batch(members):
     job = branch_job(state, *members, block)
     carry = entry_carry(state, job)
     walked = walk_forward(model, params, priors, carry, job, save_carries=False)
-    return walked.logprobs, walked.entropy
+    return (walked.logprobs, walked.entropy), walked.changed
 
-  batches = member_batches(members_at_once, (responses, lengths))
+  batches = member_batches(members_at_once, (responses, lengths, choices))
   group_size, room = responses.shape
   out = lax.map(batch, batches)
   flat = lambda x: x.reshape(-1, x.shape[-1])[:group_size, :room]
@@ -238,6 +254,7 @@ def replay_members(
   state: PromptState,
   responses: Int[Array, "G R"],
   lengths: Int[Array, "G"],
+  choices: Tree | None,
   dscores: tuple[Float[Array, "G R"], Float[Array, "G R"]],
   page_grad_dtype=None,
 ) -> Gradients:
@@ -251,6 +268,7 @@ def replay_members(
     state: of the prompt.
     responses: token ids.
     lengths: real tokens of each member.
+    choices: recorded ones to follow, or None.
     dscores: cotangents of log-probabilities and entropy.
     page_grad_dtype: of the accumulator of the prompt's pages; None takes
       float32 or wider.
@@ -258,12 +276,13 @@ def replay_members(
   sums = zero_sums(model, params, state, page_grad_dtype)
 
   def one(sums, members):
-    responses, lengths, *dscores = members
-    job = branch_job(state, responses, lengths, block)
+    responses, lengths, choices, *dscores = members
+    job = branch_job(state, responses, lengths, choices, block)
     sums = replay_batch(model, params, state, job, tuple(dscores), sums)
     return sums, None
 
-  batches = member_batches(members_at_once, (responses, lengths, *dscores))
+  members = (responses, lengths, choices, *dscores)
+  batches = member_batches(members_at_once, members)
   return lax.scan(one, sums, batches)[0]
 
 
@@ -283,25 +302,24 @@ def zero_sums(
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _replay(model, block, members_at_once, params, state, responses, lengths):
-  return score_members(
-    model, block, members_at_once, params, state, responses, lengths
-  )
-
-
-def _replay_fwd(
-  model, block, members_at_once, params, state, responses, lengths
+def _replay(
+  model, block, members_at_once, params, state, responses, lengths, choices
 ):
-  out = _replay(
-    model, block, members_at_once, params, state, responses, lengths
-  )
-  return out, (params, state, responses, lengths)
+  members = (responses, lengths, choices)
+  return score_members(model, block, members_at_once, params, state, *members)[
+    0
+  ]
+
+
+def _replay_fwd(model, block, members_at_once, params, state, *members):
+  out = _replay(model, block, members_at_once, params, state, *members)
+  return out, (params, state, *members)
 
 
 def _replay_bwd(model, block, members_at_once, residuals, cotangents):
-  params, state, responses, lengths = residuals
+  params, state, *members = residuals
   sums = replay_members(
-    model, block, members_at_once, params, state, responses, lengths, cotangents
+    model, block, members_at_once, params, state, *members, cotangents
   )
   cast = lambda x, like: x.astype(like.dtype)
   trainable = jax.tree.map(cast, sums.params, params.trainable)
@@ -319,7 +337,7 @@ def _replay_bwd(model, block, members_at_once, residuals, cotangents):
       grad_scope=state.grad_scope,
       chunk_size=state.chunk_size,
     )
-  return Params(trainable=trainable, frozen=None), dstate, None, None
+  return Params(trainable=trainable, frozen=None), dstate, None, None, None
 
 
 _replay.__wrapped__.defvjp(_replay_fwd, _replay_bwd)

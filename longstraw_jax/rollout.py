@@ -28,6 +28,7 @@ class _Decoding:
   done: Bool[Array, "G"]
   rows: Tree
   carry: Tree
+  choices: Tree | None
 
 
 def sampling_logits(
@@ -67,6 +68,7 @@ def rollout(
   top_k: int = 0,
   top_p: float = 1.0,
   stop_ids: tuple[int, ...] = (),
+  record_choices: bool = False,
 ) -> Group:
   """Samples `group_size` responses, all members decoding together.
 
@@ -85,6 +87,8 @@ def rollout(
     top_k: sample among so many ids; 0 means all.
     top_p: sample from the smallest set with this mass.
     stop_ids: ids that end a response.
+    record_choices: keep the experts and keys chosen for every token, as the
+      group's `choices`.
 
   Returns:
     A group whose rewards and advantages are missing (NaN). `old_logprobs` are
@@ -109,15 +113,24 @@ def rollout(
     max_tokens,
     sampling,
     tuple(int(i) for i in stop_ids),
+    record_choices,
     params,
     state,
     key,
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def _rollout(
-  model, group_size, max_tokens, sampling, stop_ids, params, state, key
+  model,
+  group_size,
+  max_tokens,
+  sampling,
+  stop_ids,
+  record_choices,
+  params,
+  state,
+  key,
 ):
   priors = prompt_pages(state, None)
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
@@ -132,14 +145,18 @@ def _rollout(
     tempered = sampling_logits(logits, *sampling)
     sampled = jax.random.categorical(jax.random.fold_in(key, token), tempered)
     scores = (jax.nn.log_softmax(x)[sampled] for x in (logits, tempered))
-    return sampled, *scores, write_rows(rows, out.rows, token), out.carry
+    rows = write_rows(rows, out.rows, token)
+    choices = out.choices if record_choices else None
+    return sampled, *scores, rows, out.carry, choices
+
+  decode = jax.vmap(member, (0, None, 0, 0, 0))
 
   def body(d: _Decoding) -> _Decoding:
     before = d.responses[:, jnp.maximum(d.token - 1, 0)]
     inputs = jnp.where(d.token == 0, state.last_token, before)
-    sampled, logprob, sampling_logprob, rows, carry = jax.vmap(
-      member, (0, None, 0, 0, 0)
-    )(keys, d.token, inputs, d.rows, d.carry)
+    sampled, logprob, sampling_logprob, rows, carry, choices = decode(
+      keys, d.token, inputs, d.rows, d.carry
+    )
     put = lambda x, new: x.at[:, d.token].set(
       jnp.where(d.done, 0, new.astype(x.dtype))
     )
@@ -153,22 +170,36 @@ def _rollout(
       done=d.done | stops,
       rows=rows,
       carry=carry,
+      choices=jax.tree.map(
+        lambda x, new: lax.dynamic_update_slice_in_dim(x, new, d.token, 2),
+        d.choices,
+        choices,
+      ),
     )
 
   spread = lambda x: jnp.broadcast_to(x, (group_size, *x.shape))
   blank = jnp.zeros((group_size, max_tokens), wide_dtype(model.config.dtype))
   row_shapes, _ = model.state_shapes(max_tokens)
+  rows = jax.tree.map(
+    lambda x: jnp.zeros((group_size, *x.shape), x.dtype), row_shapes
+  )
+  carry = jax.tree.map(spread, lax.stop_gradient(state.carry))
+  token = jnp.int32(0)
+  inputs = spread(state.last_token)
+  chosen = jax.eval_shape(decode, keys, token, inputs, rows, carry)[-1]
   start = _Decoding(
-    token=jnp.int32(0),
+    token=token,
     responses=jnp.zeros((group_size, max_tokens), jnp.int32),
     logprobs=blank,
     sampling_logprobs=blank,
     lengths=jnp.zeros(group_size, jnp.int32),
     done=jnp.zeros(group_size, bool),
-    rows=jax.tree.map(
-      lambda x: jnp.zeros((group_size, *x.shape), x.dtype), row_shapes
+    rows=rows,
+    carry=carry,
+    choices=jax.tree.map(
+      lambda x: jnp.zeros((*x.shape[:2], max_tokens, *x.shape[3:]), x.dtype),
+      chosen,
     ),
-    carry=jax.tree.map(spread, lax.stop_gradient(state.carry)),
   )
   going = lambda d: (d.token < max_tokens) & ~d.done.all()
   out = lax.while_loop(going, body, start)
@@ -178,4 +209,5 @@ def _rollout(
     old_logprobs=out.logprobs,
     sampling_logprobs=out.sampling_logprobs,
     prompt_id=state.prompt_id,
+    choices=out.choices,
   )

@@ -91,6 +91,7 @@ def rollout_groups(
       key,
       **dataclasses.asdict(sampling),
       stop_ids=stop_ids,
+      record_choices=engine.replay_choices,
     )
     return state, group
 
@@ -116,6 +117,7 @@ def score_groups(
       group.lengths,
       block_size=engine.block_size,
       members_at_once=engine.members_at_once,
+      choices=group.choices,
     )[0]
 
   return per_prompt(one, engine.prompts_at_once, groups, states)
@@ -136,6 +138,7 @@ def score_reference(
       engine, grad_scope="response_only", tail_chunks=None
     )
     state = _capture(model, frozen, params, prompt, group.prompt_id, 0)
+    group = group.replace(choices=None)  # those were another policy's
     one_prompt = jax.tree.map(lambda x: x[None], (group, state))
     return score_groups(model, frozen, params, *one_prompt)[0]
 

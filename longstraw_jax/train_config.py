@@ -35,6 +35,8 @@ class EngineConfig:
     block_size: response tokens processed at once; None takes all.
     members_at_once: members replayed together.
     prompts_at_once: prompts worked on together.
+    replay_choices: scoring and replay follow the experts and keys that the
+      sampler chose for each response token (routing replay).
   """
 
   grad_scope: str = "full"
@@ -43,6 +45,7 @@ class EngineConfig:
   block_size: int | None = None
   members_at_once: int = 1
   prompts_at_once: int = 1
+  replay_choices: bool = False
 
   def __post_init__(self):
     check_scope(self.grad_scope, self.tail_chunks)

@@ -55,6 +55,9 @@ class Group:
     prompt_id: the id of the prompt these responses were made for.
     loss_denominator: what this group's summed loss is divided by; fixed for
       the whole step before any replay.
+    choices: discrete choices (experts, keys) that the sampler made for each
+      token it fed, stage -> layer -> name -> [G, L, R, A], to be followed by
+      scoring and replay; None lets these choose afresh.
   """
 
   responses: Int[Array, "G R"]
@@ -67,6 +70,7 @@ class Group:
   ref_logprobs: Float[Array, "G R"]
   prompt_id: Int[Array, ""]
   loss_denominator: Float[Array, ""]
+  choices: Tree | None = None
 
   @classmethod
   def create(cls, responses, lengths, **known) -> "Group":
@@ -102,4 +106,6 @@ class Group:
     fields["prompt_id"] = jnp.asarray(fields["prompt_id"], jnp.int32)
     wide = unknown.dtype
     fields["loss_denominator"] = jnp.asarray(fields["loss_denominator"], wide)
-    return cls(**{name: jnp.asarray(x) for name, x in fields.items()})
+    choices = fields.pop("choices", None)
+    fields = {name: jnp.asarray(x) for name, x in fields.items()}
+    return cls(**fields, choices=choices)

@@ -45,6 +45,8 @@ class Job:
     length: real tokens, [] or [M].
     start: position of token 0.
     block: tokens of one block.
+    choices: recorded choices to follow, stage -> layer -> name ->
+      [*M, L, S, A]; None chooses afresh.
     batched: whether there is a member axis.
   """
 
@@ -53,6 +55,7 @@ class Job:
   length: Int[Array, "*M"]
   start: Int[Array, ""]
   block: int = struct.field(pytree_node=False)
+  choices: Tree | None = None
   batched: bool = struct.field(pytree_node=False, default=False)
 
   @property
@@ -78,6 +81,8 @@ class Walked:
   Attributes:
     logprobs: of the targets, zero at padding, [*M, S].
     entropy: of every predicted distribution, zero at padding.
+    changed: share of layers that would have chosen otherwise than the job's
+      choices, zero at padding; None where it has none.
     rows: the sequence's own rows, [*M, L, ..., S, H].
     carry: after the last real token.
     saved_carries: at the entry of every block, [blocks, *M, L, ...]; empty
@@ -86,6 +91,7 @@ class Walked:
 
   logprobs: Float[Array, "*M S"]
   entropy: Float[Array, "*M S"]
+  changed: Float[Array, "*M S"] | None
   rows: Tree
   carry: Tree
   saved_carries: Tree
@@ -101,17 +107,40 @@ class Outputs:
   carry: Tree
 
 
-def _one_block(model: Model, params, carry, own, priors, tokens, targets, span):
-  """One block of one member: outputs, taps of priors and of its own pages."""
+def _changed_share(live: Tree, followed: Tree, span: Span) -> Array:
+  """Share of layers, per token, that choose another set than was followed."""
+  differs = lambda name, a, b: jnp.any(
+    jnp.sort(a[name], axis=-1) != jnp.sort(b, axis=-1), axis=-1
+  )
+  layers = [
+    differs(name, live[stage][layer], x)
+    for stage, choices in followed.items()
+    for layer, names in choices.items()
+    for name, x in names.items()
+  ]
+  return jnp.where(span.mask, jnp.concatenate(layers).mean(0), 0.0)
+
+
+def _one_block(
+  model: Model, params, carry, own, priors, tokens, targets, choices, span
+):
+  """One block of one member: outputs, taps of priors and of its own pages.
+
+  And, of no gradient, how far the choices differ.
+  """
   segments = priors if own is None else (*priors, own)
-  out = model.hidden(params, tokens, span, segments, carry)
+  out = model.hidden(params, tokens, span, segments, carry, choices)
+  changed = None
+  if choices is not None:
+    changed = _changed_share(out.choices, choices, span)
   if targets is None:
     scores = (jnp.zeros(0),) * 2
   else:
     scores = model.logprobs(params, out.x_TD, targets)
     scores = tuple(jnp.where(span.mask, x, 0.0) for x in scores)
   outputs = Outputs(*scores, rows=out.rows, carry=out.carry)
-  return outputs, out.taps[: len(priors)], out.taps[len(priors) :]
+  number = len(priors)
+  return outputs, out.taps[:number], out.taps[number:], changed
 
 
 def _block(model: Model, job: Job, index, params, carry, own, priors):
@@ -130,11 +159,25 @@ def _block(model: Model, job: Job, index, params, carry, own, priors):
     )
     call = jax.vmap(
       call,
-      in_axes=(None, 0, own_axes, None, 0, 0, Span(positions=None, length=0)),
-      out_axes=(0, None, 0),
+      in_axes=(
+        None,
+        0,
+        own_axes,
+        None,
+        0,
+        0,
+        0,
+        Span(positions=None, length=0),
+      ),
+      out_axes=(0, None, 0, 0),
     )
   targets = None if job.targets is None else cut(job.targets)
-  return call(params, carry, own, priors, cut(job.tokens), targets, span)
+  choices = jax.tree.map(
+    lambda x: lax.dynamic_slice_in_dim(x, offset, job.block, x.ndim - 2),
+    job.choices,
+  )
+  tokens = cut(job.tokens)
+  return call(params, carry, own, priors, tokens, targets, choices, span)
 
 
 def _own_pages(job: Job, rows: Tree, taps: Tree | None, index) -> Pages | None:
@@ -181,7 +224,9 @@ def walk_forward(
     saved = walked.saved_carries
     if save_carries:
       saved = tree_set(saved, index, walked.carry)
-    outputs, _, _ = _block(model, job, index, params, walked.carry, own, priors)
+    outputs, _, _, changed = _block(
+      model, job, index, params, walked.carry, own, priors
+    )
     put = lambda x, new: lax.dynamic_update_slice_in_dim(
       x, new.astype(x.dtype), index * job.block, x.ndim - 1
     )
@@ -192,6 +237,7 @@ def walk_forward(
     return Walked(
       logprobs=logprobs,
       entropy=entropy,
+      changed=jax.tree.map(put, walked.changed, changed),
       rows=write_rows(walked.rows, outputs.rows, index * job.block),
       carry=outputs.carry,
       saved_carries=saved,
@@ -200,6 +246,7 @@ def walk_forward(
   walked = Walked(
     logprobs=scores,
     entropy=scores,
+    changed=None if job.choices is None else jnp.zeros(job.tokens.shape),
     rows=rows,
     carry=carry,
     saved_carries=saved,
@@ -282,15 +329,8 @@ def walk_backward(
         for prior, taps in zip(priors, prior_taps, strict=True)
       )
       pages = _own_pages(job, rows, own_taps, index)
-      return _block(
-        model,
-        job,
-        index,
-        params.replace(trainable=trainable),
-        carry,
-        pages,
-        tapped,
-      )
+      tree = params.replace(trainable=trainable)
+      return _block(model, job, index, tree, carry, pages, tapped)[:3]
 
     entry = tree_at(saved_carries, index)
     own_taps = own if job.blocks > 1 else None
