@@ -26,7 +26,7 @@ from longstraw_jax.ops.pages.segment import (
   block_trips,
   read_slots,
 )
-from longstraw_jax.ops.precision import wide_einsum, widen
+from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
 
 NO_KEY = -1  # position of a slot that holds no key
 
@@ -100,7 +100,8 @@ def select_keys(
   """
   q_TNJ, w_TN, k_TJ = lax.stop_gradient((q_TNJ, w_TN, k_TJ))
   own_tiles = _tiles(k_TJ, key_tile)
-  start = positions_T[0]
+  start = positions_T[0].astype(jnp.int32)
+  wide = wide_dtype(jnp.result_type(q_TNJ, w_TN, k_TJ))
   places = [Place.of(segment) for segment in segments]
 
   def one_tile(inputs):
@@ -125,7 +126,7 @@ def select_keys(
 
     shape = (query_tile, number)
     best = (
-      jnp.full(shape, -jnp.inf, widen(q).dtype),
+      jnp.full(shape, -jnp.inf, wide),
       jnp.full(shape, NO_KEY, jnp.int32),
     )
     for segment, place in zip(segments, places, strict=True):
