@@ -1,0 +1,158 @@
+"""Gradients of mixtures and latent attention, every leaf against jax.grad."""
+
+import dataclasses
+import functools
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longstraw_jax import (
+  PRESETS,
+  Group,
+  Model,
+  PolicyObjective,
+  group_gradient,
+  sequence_logprobs,
+)
+from longstraw_jax.models.model import split_params
+from longstraw_jax.testing.baselines import bounded_gradient, constant_tokens
+from longstraw_jax.testing.compare import assert_gradients_close
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+LENGTH, CHUNK, ROOM = 50, 16, 7
+PROMPT = np.random.default_rng(0).integers(0, 61, LENGTH).astype(np.int32)
+OBJECTIVE = PolicyObjective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.9)
+
+# One repeat of each pattern: IndexShare groups span chunks, the selection is
+# far below the prompt, both routers choose.
+DEFAULT = (
+  ("tiny-moe", "full", {}),
+  ("tiny-glm", "full", {}),
+  ("tiny-glm", "tail", {"members_at_once": 2, "block_size": 3}),
+)
+SLOW = tuple(
+  (name, scope, options)
+  for name in ("tiny-moe", "tiny-glm")
+  for scope in ("full", "tail", "response_only")
+  for options in ({}, {"members_at_once": 2, "block_size": 3})
+  if (name, scope, options) not in DEFAULT
+)
+
+
+@functools.cache
+def build(name: str, dtype: str):
+  """A model of few layers, parameters away from their first values."""
+  config = dataclasses.replace(
+    PRESETS[name],
+    dtype=dtype,
+    param_dtype=dtype,
+    norm_eps=1e-3,
+    stages=tuple(
+      dataclasses.replace(stage, repeats=1) for stage in PRESETS[name].stages
+    ),
+  )
+  model, random = Model(config), np.random.default_rng(1)
+  wide = Model(
+    dataclasses.replace(config, dtype="float64", param_dtype="float64")
+  )
+  params = jax.tree.map(
+    lambda x: x + 0.1 * random.normal(size=x.shape),
+    jax.jit(wide.init)(jax.random.key(0)),
+  )
+  return model, jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def make_group() -> Group:
+  random = np.random.default_rng(2)
+  near = lambda: jnp.asarray(-4 + random.normal(size=(3, ROOM)))
+  return Group.create(
+    random.integers(0, 61, (3, ROOM)),
+    [ROOM, 4, 2],
+    rewards=jnp.ones(3),
+    advantages=jnp.array([1.0, -0.7, 0.4]),
+    old_logprobs=near(),
+    ref_logprobs=near(),
+    sampling_logprobs=near(),
+  )
+
+
+@functools.cache
+def oracle(name: str, scope: str):
+  model, params = build(name, "float64")
+  boundary = constant_tokens(scope, LENGTH, CHUNK, 2)
+  return bounded_gradient(
+    model,
+    params,
+    jnp.asarray(PROMPT),
+    make_group(),
+    OBJECTIVE,
+    jnp.int32(LENGTH),
+    jnp.int32(boundary),
+  )[:2]
+
+
+def ours(name, scope, dtype, options):
+  model, params = build(name, dtype)
+  return group_gradient(
+    model,
+    params,
+    PROMPT,
+    make_group(),
+    OBJECTIVE,
+    chunk_size=CHUNK,
+    grad_scope=scope,
+    tail_chunks=2 if scope == "tail" else None,
+    **options,
+  )[:2]
+
+
+def check(name, scope, options, dtype="float64") -> None:
+  """One gradient against its oracle; no leaf is zero."""
+  expected_loss, expected = oracle(name, scope)
+  loss, grads = ours(name, scope, dtype, options)
+  tolerance = TOLERANCE[dtype]
+  np.testing.assert_allclose(loss, expected_loss, tolerance, tolerance)
+  assert_gradients_close(grads, expected, tolerance)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
+    assert jnp.abs(leaf).max() > 0, jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+class EveryFormTest(parameterized.TestCase):
+  @parameterized.parameters(*SLOW)
+  def test_every_leaf_of_every_form(self, name, scope, options):
+    check(name, scope, options)
+
+  @parameterized.parameters("tiny-moe", "tiny-glm")
+  def test_every_leaf_in_float32(self, name):
+    check(name, "full", {}, "float32")
+
+
+class ArchitecturesTest(parameterized.TestCase):
+  @parameterized.parameters(*DEFAULT)
+  def test_every_leaf(self, name, scope, options):
+    check(name, scope, options)
+
+  def test_constants_never_learn_and_have_no_gradient(self):
+    """The index and the router's correction bias, even if trained by force."""
+    model, params = build("tiny-glm", "float64")
+    model = Model(dataclasses.replace(model.config, saved="everything"))
+    paths = []
+    split_params(params.frozen, lambda path: paths.append(path) or True)
+    self.assertTrue(paths)
+    for path in paths:
+      self.assertTrue("/indexer/" in path or "correction_bias" in path, path)
+    forced = params.replace(trainable=params.merged(), frozen={})
+
+    def loss(trainable):
+      tree = forced.replace(trainable=trainable)
+      logprobs = sequence_logprobs(model, tree, jnp.asarray(PROMPT))
+      return jnp.tanh(logprobs).sum()
+
+    grads = jax.jit(jax.grad(loss))(forced.trainable)
+    zero = split_params(grads, lambda path: path in paths).trainable
+    for path, leaf in jax.tree_util.tree_leaves_with_path(zero):
+      np.testing.assert_array_equal(leaf, 0, jax.tree_util.keystr(path))
