@@ -5,13 +5,14 @@ VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
+EXTRAS ?= dev
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all test-parity parity lint clean
 
 $(STAMP): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 
 train: $(STAMP)
@@ -21,11 +22,19 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal \
+	  -m "not gpu and not parity"
+
+# In a folder of its own: torch is large and nothing else needs it.
+test-parity:
+	$(MAKE) VENV=$(VENV)-parity EXTRAS=dev,parity parity
+
+parity: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m parity
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-parity runs .pytest_cache .ruff_cache

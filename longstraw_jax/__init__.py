@@ -33,6 +33,8 @@ from longstraw_jax.replay import replay, replay_scores
 from longstraw_jax.rollout import rollout
 from longstraw_jax.state import PromptState
 from longstraw_jax.types import Group, Span
+from longstraw_jax.weights.export import save_pretrained
+from longstraw_jax.weights.load import load_pretrained
 
 __all__ = [
   "FFNS",
@@ -60,11 +62,13 @@ __all__ = [
   "capture",
   "group_advantages",
   "group_gradient",
+  "load_pretrained",
   "merge",
   "read_block",
   "replay",
   "replay_scores",
   "rollout",
+  "save_pretrained",
   "sequence_logprobs",
   "split_params",
 ]

@@ -13,8 +13,9 @@ from longstraw_jax import PRESETS, LayerSpec, Model, ModelConfig, Stage
 from longstraw_jax.config import RopeConfig
 from longstraw_jax.weights.families import config_from_hf, config_to_hf
 from longstraw_jax.weights.families.stages import group_layers
+from longstraw_jax.weights.names import hf_naming
 from longstraw_jax.weights.published import PUBLISHED
-from longstraw_jax.weights.slots import parameter_shapes
+from longstraw_jax.weights.slots import parameter_shapes, tensor_slots
 from tests.golden import files
 
 PARAMETERS = {
@@ -62,7 +63,7 @@ class StagesTest(parameterized.TestCase):
     ("abababc", [("ab", 3), ("c", 1)]),
     ("FSSFSS", [("FSS", 2)]),
     ("FFSFS", [("F", 1), ("FS", 2)]),
-    ("FSSSFS", [("FSSS", 1), ("FS", 1)]),
+    ("FSSSFS", [("FSSSFS", 1)]),
   )
   def test_known(self, text, want):
     got = group_layers(spelled(text))
@@ -105,6 +106,45 @@ class PublishedTest(parameterized.TestCase):
     )
     self.assertEqual(stored(2) - stored(1), BYTES_PER_TOKEN[name])
 
+  @parameterized.parameters(
+    ("qwen3.6-27b", 851),
+    ("glm-5.2", 58_794),  # 59,585 are published, 791 of the prediction layer
+  )
+  def test_number_of_tensors(self, name, count):
+    config = config_from_hf(PUBLISHED[name])
+    shapes = parameter_shapes(Model(config))
+    slots = tensor_slots(config, shapes, hf_naming(), lambda name: False)
+    self.assertLen({slot.tensor for slot in slots}, count)
+    self.assertLen(slots, count)
+    elements = sum(math.prod(slot.shape) for slot in slots)
+    self.assertEqual(elements, PARAMETERS[name])
+
+  def test_names_and_shapes(self):
+    config = config_from_hf(PUBLISHED["glm-5.2"])
+    shapes = parameter_shapes(Model(config))
+    slots = tensor_slots(config, shapes, hf_naming(), lambda name: False)
+    stored = {slot.tensor: slot for slot in slots}
+    layer = "model.layers.{}.".format
+    for name, shape in (
+      (layer(77) + "self_attn.kv_a_proj_with_mqa.weight", (576, 6144)),
+      (layer(74) + "self_attn.indexer.wq_b.weight", (4096, 2048)),
+      (layer(74) + "self_attn.indexer.k_norm.bias", (128,)),
+      (layer(3) + "mlp.gate.e_score_correction_bias", (256,)),
+      (layer(3) + "mlp.experts.255.down_proj.weight", (6144, 2048)),
+      (layer(2) + "mlp.down_proj.weight", (6144, 12288)),
+      ("lm_head.weight", (154880, 6144)),
+    ):
+      self.assertEqual(stored[name].shape, shape)
+    self.assertNotIn(layer(75) + "self_attn.indexer.wq_b.weight", stored)
+    # Layer 3 is the second of the second stage, 77 the last of the third.
+    slot = stored[layer(3) + "mlp.experts.7.up_proj.weight"]
+    self.assertEqual(slot.leaf, "stage_1/layer_1/ffn/experts_gate_up")
+    self.assertEqual(slot.start, (0, 7, 0, 2048))
+    self.assertEqual(slot.size, (1, 1, 6144, 2048))
+    slot = stored[layer(77) + "self_attn.o_proj.weight"]
+    self.assertEqual(slot.leaf, "stage_2/layer_3/mixer/o_proj/kernel")
+    self.assertEqual(slot.start, (17, 0, 0))
+
   def test_glm_stages(self):
     config = config_from_hf(PUBLISHED["glm-5.2"])
     self.assertEqual(
@@ -119,9 +159,7 @@ class PublishedTest(parameterized.TestCase):
 
   @parameterized.parameters(*(name for name in PUBLISHED if name in PRESETS))
   def test_the_preset_is_the_published_model(self, name):
-    self.assertEqual(
-      config_from_hf(PUBLISHED[name], name=name), PRESETS[name]
-    )
+    self.assertEqual(config_from_hf(PUBLISHED[name], name=name), PRESETS[name])
 
   @parameterized.parameters(*PUBLISHED)
   def test_written_again_it_is_the_same_but_for_prediction_layers(self, name):
@@ -156,7 +194,9 @@ class RopeTest(parameterized.TestCase):
       self.assertEqual(old, new)
     want = RopeConfig(dim=8, theta=5e5, scaling="linear", factor=4.0)
     self.assertEqual(new, want)
-    self.assertEqual(self._rope(rope_scaling=None), RopeConfig(dim=8, theta=1e4))
+    self.assertEqual(
+      self._rope(rope_scaling=None), RopeConfig(dim=8, theta=1e4)
+    )
 
   def test_yarn(self):
     yarn = {"rope_type": "yarn", "factor": 8.0}
@@ -267,9 +307,9 @@ class TranslatedTest(parameterized.TestCase):
     self.assertEqual(bfloat16.dtype, "bfloat16")
 
   def test_biases(self):
-    biases = lambda **changes: (
-      lambda sizes: (sizes.qkv_bias, sizes.o_bias)
-    )(config_from_hf(golden(**changes)).attention)
+    biases = lambda **changes: (lambda sizes: (sizes.qkv_bias, sizes.o_bias))(
+      config_from_hf(golden(**changes)).attention
+    )
     self.assertEqual(biases(name="llama"), (True, True))
     self.assertEqual(biases(name="llama", attention_bias=False), (False, False))
     self.assertEqual(biases(name="qwen2"), (True, False))
@@ -318,7 +358,9 @@ class RefusedTest(parameterized.TestCase):
     ),
     (
       "qwen3",
-      {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+      {
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"]
+      },
       "layer_types is",
     ),
     ("qwen3", {"layer_types": ["full_attention"]}, "1 entries, the model 3"),
@@ -414,9 +456,7 @@ class WrittenTest(parameterized.TestCase):
     source = golden("qwen2", rope_theta=1e4, rope_scaling=None)
     del source["rope_parameters"]
     config = config_from_hf(source)
-    self.assertEqual(
-      config_to_hf(config, source)["rope_theta"], 1e4
-    )
+    self.assertEqual(config_to_hf(config, source)["rope_theta"], 1e4)
     rope = dataclasses.replace(config.attention.rope, theta=1e6)
     attention = dataclasses.replace(config.attention, rope=rope)
     config = dataclasses.replace(config, attention=attention)
@@ -425,7 +465,9 @@ class WrittenTest(parameterized.TestCase):
     self.assertEqual(values["rope_parameters"]["rope_theta"], 1e6)
 
   def test_quantization_and_prediction_layers_are_dropped(self):
-    source = golden("glm_dsa", num_nextn_predict_layers=1, torch_dtype="float16")
+    source = golden(
+      "glm_dsa", num_nextn_predict_layers=1, torch_dtype="float16"
+    )
     config = config_from_hf(source)
     source["quantization_config"] = {"quant_method": "fp8"}
     values = config_to_hf(config, source)

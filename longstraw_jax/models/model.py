@@ -150,6 +150,19 @@ class Model:
     )
     object.__setattr__(self, "blocks", blocks)
 
+  @classmethod
+  def from_pretrained(cls, path, **options) -> tuple["Model", Params]:
+    """The model of a checkpoint, a folder or a .gguf file, and its weights.
+
+    Args:
+      path: as `longstraw_jax.load_pretrained` takes it.
+      **options: of `load_pretrained`.
+    """
+    # Reading files knows models, not the other way round.
+    from longstraw_jax.weights.load import load_pretrained
+
+    return load_pretrained(path, **options)
+
   def layers(self):
     """Yields (stage name, layer name, block, repeats) from bottom to top."""
     for i, stage in enumerate(self.config.stages):

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3: full attention and a dense feed-forward throughout."""
+"""Llama, Qwen2 and Qwen3: full attention and dense feed-forwards throughout."""
 
 from longstraw_jax.config import AttentionConfig, LayerSpec, ModelConfig
 from longstraw_jax.weights.families.family import (

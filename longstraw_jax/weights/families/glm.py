@@ -93,7 +93,13 @@ def _translate(settings: Settings) -> Fields:
   num_heads = settings.size("num_attention_heads")
   settings.only("num_key_value_heads", num_heads)
   # Not head_dim: published files hold a stale one.
-  rope = read_rope(settings, settings.size("qk_rope_head_dim"))
+  width = settings.size("qk_rope_head_dim")
+  rope = read_rope(settings, width)
+  if rope.dim != width:
+    raise ValueError(
+      f"config.json: partial_rotary_factor rotates {rope.dim} of {width} dims: "
+      "qk_rope_head_dim alone says how many; use 1"
+    )
   return translate_trunk(settings) | {
     "hidden_dim": settings.size("intermediate_size"),
     "norm": "plain",
@@ -171,9 +177,7 @@ def _ignored(settings: Settings) -> tuple[str, ...]:
   """The multi-token prediction layers, stored behind the last one."""
   first = settings.size("num_hidden_layers")
   extra = settings.get("num_nextn_predict_layers", 0)
-  return tuple(
-    rf"model\.layers\.{i}\..*" for i in range(first, first + extra)
-  )
+  return tuple(rf"model\.layers\.{i}\..*" for i in range(first, first + extra))
 
 
 GLM = Family(

@@ -40,8 +40,8 @@ def _layers(settings: Settings, ffn: str) -> list[LayerSpec]:
 
 
 def _translate(settings: Settings, ffn: str) -> Fields:
-  # The library applies a sigmoid gate whatever these keys say; see section 6
-  # of BUILD_NOTES for "swish".
+  # The library reads neither key. The 27B's "swish" is the gate of the delta
+  # mixer's output, which has it anyway; attention's is a sigmoid.
   settings.only("attn_output_gate", True)
   settings.only("output_gate_type", "swish", "silu")
   settings.only("use_sliding_window", False)
@@ -100,7 +100,6 @@ def _describe(config: ModelConfig) -> Fields:
     "num_key_value_heads": sizes.num_kv_heads,
     "head_dim": sizes.head_dim,
     "attention_bias": sizes.o_bias,
-    "attn_output_gate": True,
     "layer_types": [kinds[mixer] for mixer in config.layer_types],
     "linear_num_key_heads": delta.num_key_heads,
     "linear_num_value_heads": delta.num_value_heads,

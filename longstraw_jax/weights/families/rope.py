@@ -1,7 +1,7 @@
 """Rotary embeddings as config.json writes them, in both of its spellings.
 
-transformers 5 has one object, `rope_parameters`; earlier files have `rope_theta`
-and `rope_scaling` beside it, the latter with `rope_type` or `type`.
+transformers 5 has one object, `rope_parameters`; earlier files have
+`rope_theta` and beside it `rope_scaling`, with `rope_type` or `type`.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,8 @@ def _parameters(settings: Settings, theta: Any) -> Settings:
       raise settings.refuse(
         key, "an embedding per kind of layer is not implemented; give one"
       )
-  values = dict(old or new)  # the library's order
+  given = old or new  # the library's order
+  values = {key: value for key, value in given.items() if value is not None}
   for key in ("rope_theta", "partial_rotary_factor"):
     values.setdefault(key, settings.get(key, new.get(key)))
   if values["rope_theta"] is None:
