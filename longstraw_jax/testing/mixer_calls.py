@@ -156,7 +156,7 @@ def check_padding(subject: Subject) -> None:
 
 def check_causality(subject: Subject) -> None:
   """No output or row depends on a later token, no carry on padding."""
-  real = 7
+  params, real = subject.params, 7
   _, carry = subject.shapes
   carry, segments = random_like(carry, seed=3), (subject.pages(TOKENS),)
 
@@ -164,7 +164,7 @@ def check_causality(subject: Subject) -> None:
     """|d token t / d x_s| for rows, and |d carry / d x_s| as the last row."""
 
     def scalars(x):
-      y, update = subject.apply(subject.params, x, real, 0, segments, carry)
+      y, update = subject.apply(params, x, real, 0, segments, carry)
       rows = [
         jnp.moveaxis(row, -2, 0).reshape(TOKENS, -1)
         for row in jax.tree.leaves(update.rows)
