@@ -40,7 +40,7 @@ setuptools.setup(
   extras_require={
     "cuda12": ["jax[cuda12]>=0.10.2"],
     "test": _TEST,
-    "parity": ["torch==2.13.0", "transformers==5.24.0"],
+    "parity": ["peft==0.21.2", "torch==2.13.0", "transformers==5.24.0"],
     "plan": ["jax-cuda12-plugin>=0.10.2", "jax-cuda12-pjrt>=0.10.2"],
     "dev": _TEST + _LINT,
   },

@@ -12,6 +12,13 @@ from longstraw_jax.config import (
   Stage,
 )
 from longstraw_jax.group import group_gradient
+from longstraw_jax.lora import (
+  LoraConfig,
+  add_lora,
+  drop_lora,
+  has_lora,
+  merge_lora,
+)
 from longstraw_jax.models.contract import State, Update
 from longstraw_jax.models.model import (
   Model,
@@ -20,6 +27,7 @@ from longstraw_jax.models.model import (
   split_params,
 )
 from longstraw_jax.models.registry import FFNS, MIXERS
+from longstraw_jax.nf4 import Nf4, quantize_base
 from longstraw_jax.objectives import PolicyObjective, group_advantages
 from longstraw_jax.ops.pages import (
   Segment,
@@ -45,9 +53,11 @@ __all__ = [
   "Group",
   "LatentConfig",
   "LayerSpec",
+  "LoraConfig",
   "MoEConfig",
   "Model",
   "ModelConfig",
+  "Nf4",
   "Params",
   "PolicyObjective",
   "PromptState",
@@ -57,13 +67,18 @@ __all__ = [
   "Stage",
   "State",
   "Update",
+  "add_lora",
   "attend",
   "attend_blocks",
   "capture",
+  "drop_lora",
   "group_advantages",
   "group_gradient",
+  "has_lora",
   "load_pretrained",
   "merge",
+  "merge_lora",
+  "quantize_base",
   "read_block",
   "replay",
   "replay_scores",

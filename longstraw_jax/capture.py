@@ -7,7 +7,13 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from longstraw_jax.checks import check_chunk_size, check_prompt, check_scope
+from longstraw_jax.checks import (
+  CONSTANT_SCOPES,
+  check_chunk_size,
+  check_prompt,
+  check_scope,
+)
+from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.state import PromptState, tree_zeros
 from longstraw_jax.types import Tree
@@ -39,14 +45,17 @@ def capture(
   state is constant, with `full` a reverse walk over the chunks returns the
   exact gradient through the prompt, with `tail` the walk stops before the
   last `tail_chunks` chunks. Chunks start at multiples of chunk_size over the
-  P - 1 captured tokens. Forward-mode differentiation is refused.
+  P - 1 captured tokens. With `prefix_frozen` the adapters of `params` are off
+  for those tokens and on from the last prompt token, which is replayed: the
+  state is constant and, as adapters alone learn, good for every later step.
+  Forward-mode differentiation is refused.
 
   Args:
     model: the model.
     params: its parameters.
     prompt: token ids [P], or [capacity + 1] padded behind `length`.
     chunk_size: tokens processed at once.
-    grad_scope: "response_only", "full" or "tail".
+    grad_scope: "response_only", "full", "tail" or "prefix_frozen".
     tail_chunks: chunks that `tail` walks back over; 0 is response_only.
     capacity: tokens there is room for, rounded up to whole chunks; P - 1 by
       default. One compiled program serves every length up to it.
@@ -55,11 +64,14 @@ def capture(
     prompt_id: id of the prompt, stamped on the state.
 
   Raises:
-    ValueError: bad sizes or scope, empty prompt, ids outside the vocabulary.
+    ValueError: bad sizes or scope, empty prompt, ids outside the vocabulary,
+      `prefix_frozen` where not exactly adapters learn.
   """
   check_chunk_size("chunk_size", chunk_size)
   check_scope(grad_scope, tail_chunks)
   check_prompt(prompt, length, capacity, model.config.vocab_size)
+  if grad_scope == "prefix_frozen":
+    params = frozen_base(params)
   prompt = jnp.asarray(prompt, jnp.int32)
   wanted = prompt.shape[0] - 1 if capacity is None else capacity
   wanted = max(wanted, 1)
@@ -122,7 +134,7 @@ def _run(model: Model, chunk_size, save_carries, params, tokens, captured):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _capture(model, chunk_size, grad_scope, params, tokens, captured, first):
-  if grad_scope == "response_only":
+  if grad_scope in CONSTANT_SCOPES:
     params = lax.stop_gradient(params)
     return _run(model, chunk_size, False, params, tokens, captured)
   return _differentiated(model, chunk_size, params, tokens, captured, first)

@@ -7,7 +7,8 @@ none and passes.
 import jax
 import numpy as np
 
-GRAD_SCOPES = ("response_only", "full", "tail")
+GRAD_SCOPES = ("response_only", "full", "tail", "prefix_frozen")
+CONSTANT_SCOPES = ("response_only", "prefix_frozen")  # no gradient to prompts
 
 
 def concrete(x):
@@ -146,14 +147,22 @@ def check_group(group, vocab_size: int, prompt_id) -> None:
 
 
 def check_state(state, prompt, length, grad_scope, chunk_size, step) -> None:
-  """Refuses a state of other weights, prompt length, scope or chunk size."""
+  """Refuses a state of other weights, prompt length, scope or chunk size.
+
+  A `prefix_frozen` state is of the base's weights, which no step changes.
+  """
   made, wanted = concrete(state.step), concrete(step)
-  if made is not None and wanted is not None and int(made) != int(wanted):
+  frozen = state.grad_scope == "prefix_frozen"
+  known = made is not None and wanted is not None and not frozen
+  if known and int(made) != int(wanted):
     raise ValueError(
       f"the state was made by the weights of step {int(made)}, these are of "
       f"step {int(wanted)}: capture it again"
     )
-  if state.grad_scope != grad_scope or state.chunk_size != chunk_size:
+  # One chunk is one chunk: capture cuts chunk_size down to a short prompt.
+  room = max(np.shape(prompt)[0] - 1, 1)
+  chunked = (min(size, room) for size in (state.chunk_size, chunk_size))
+  if state.grad_scope != grad_scope or len(set(chunked)) > 1:
     raise ValueError(
       f"the state was captured with grad_scope {state.grad_scope!r} and "
       f"chunk_size {state.chunk_size}, wanted are {grad_scope!r} and "

@@ -8,6 +8,7 @@ counted as work. Only matrix products and the convolution are counted.
 
 import dataclasses
 
+from longstraw_jax.checks import CONSTANT_SCOPES
 from longstraw_jax.config import DeltaConfig, ModelConfig
 
 # Forward passes that one training step is worth.
@@ -221,7 +222,7 @@ def group_gradient_flops(
     + _head_again(config, response, block)
   )
   capture = forward_flops(config, 0, captured, 0)
-  if grad_scope == "response_only":
+  if grad_scope in CONSTANT_SCOPES:
     return total + capture
   walk = (FORWARD + BACKWARD) * capture
   return total + capture + walk + recomputed_flops(config, captured, chunk_size)

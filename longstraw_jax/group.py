@@ -55,7 +55,7 @@ def group_gradient(
     objective: hashable, (logprobs [G, R], entropy [G, R], group) ->
       (loss, metrics).
     chunk_size: prompt tokens processed at once.
-    grad_scope: "response_only", "full" or "tail".
+    grad_scope: "response_only", "full", "tail" or "prefix_frozen".
     tail_chunks: as in capture.
     block_size: response tokens processed at once; R by default.
     members_at_once: members replayed together; memory grows with it.
@@ -66,8 +66,9 @@ def group_gradient(
     state: a state captured from this prompt with these parameters and this
       scope; saves the capture.
     prompt_id: the id that `group` must carry; unchecked if None.
-    step: the optimizer step of `params`, which `state` must carry; None
-      leaves it to the caller that a stale state is wanted.
+    step: the optimizer step of `params`, which `state` must carry unless it
+      is `prefix_frozen`; None leaves it to the caller that a stale state is
+      wanted.
 
   Returns:
     The loss, gradients like params.trainable in float32 or wider, and the

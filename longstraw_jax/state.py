@@ -8,6 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from longstraw_jax.checks import CONSTANT_SCOPES
 from longstraw_jax.types import Tree
 
 
@@ -65,7 +66,7 @@ class PromptState:
   @property
   def differentiated(self) -> bool:
     """Whether a gradient flows through the prompt."""
-    return self.grad_scope != "response_only"
+    return self.grad_scope not in CONSTANT_SCOPES
 
 
 def write_rows(buffers: Tree, rows: Tree, offset) -> Tree:

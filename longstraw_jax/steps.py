@@ -13,6 +13,7 @@ import optax
 
 from longstraw_jax.capture import capture
 from longstraw_jax.group import group_gradient
+from longstraw_jax.lora import has_lora
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.replay import replay_scores
 from longstraw_jax.rollout import rollout
@@ -131,12 +132,16 @@ def score_reference(
   groups: Group,
   prompts: Int[Array, "B P"],
 ) -> Float[Array, "B G R"]:
-  """Log-probabilities under frozen weights, over states of their own."""
+  """Log-probabilities under frozen weights, over states of their own.
+
+  With `prefix_frozen` a reference's adapters, where it has any, are off at
+  prompt positions like the policy's.
+  """
+  off = engine.grad_scope == "prefix_frozen" and has_lora(params)
+  scope = "prefix_frozen" if off else "response_only"
 
   def one(group, prompt):
-    frozen = dataclasses.replace(
-      engine, grad_scope="response_only", tail_chunks=None
-    )
+    frozen = dataclasses.replace(engine, grad_scope=scope, tail_chunks=None)
     state = _capture(model, frozen, params, prompt, group.prompt_id, 0)
     group = group.replace(choices=None)  # those were another policy's
     one_prompt = jax.tree.map(lambda x: x[None], (group, state))

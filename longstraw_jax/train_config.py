@@ -4,7 +4,7 @@ import dataclasses
 
 import optax
 
-from longstraw_jax.checks import check_scope
+from longstraw_jax.checks import CONSTANT_SCOPES, check_scope
 from longstraw_jax.objectives import ADVANTAGE_MODES, PolicyObjective
 
 
@@ -29,7 +29,7 @@ class EngineConfig:
   """How gradients are computed.
 
   Attributes:
-    grad_scope: "full", "tail" or "response_only".
+    grad_scope: "full", "tail", "response_only" or "prefix_frozen".
     tail_chunks: chunks a `tail` gradient walks back over.
     chunk_size: prompt tokens processed at once.
     block_size: response tokens processed at once; None takes all.
@@ -91,7 +91,8 @@ class TrainConfig:
     prompts_per_step: groups whose gradients one optimizer step sums.
     updates_per_rollout: optimizer steps on the same groups.
     refresh_every: updates that may share one captured state. Above 1 the
-      state goes stale, which only `response_only` allows.
+      state goes stale, which only `response_only` allows; a `prefix_frozen`
+      state never does and is always shared.
     advantages: "std", "none" or "leave_one_out".
     constant_length: tokens that normalization "constant" divides by.
     seed: of sampling and of the order of prompts.
@@ -132,7 +133,7 @@ class TrainConfig:
         "normalization 'constant' needs a number of tokens",
       )
     _require(
-      self.refresh_every == 1 or self.engine.grad_scope == "response_only",
+      self.refresh_every == 1 or self.engine.grad_scope in CONSTANT_SCOPES,
       "refresh_every",
       self.refresh_every,
       "a stale state has no gradient through its prompt; use 1, or "

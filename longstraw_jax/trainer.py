@@ -133,7 +133,7 @@ class Trainer:
     clock.lap("score")
     figures = []
     for _ in range(config.updates_per_rollout):
-      if states is not None:
+      if states is not None and engine.grad_scope != "prefix_frozen":
         age = int(learner.step) - int(states.step[0])
         if age >= config.refresh_every:
           states = None  # too old: every later update captures anew
@@ -236,9 +236,11 @@ class Trainer:
     Prompts and randomness are the same at every call.
     """
     sampling = dataclasses.replace(self.config.sampling, group_size=1)
+    scope = self.config.engine.grad_scope
     engine = dataclasses.replace(
       self.config.engine,
-      grad_scope="response_only",
+      # prefix_frozen is another policy, not only another gradient.
+      grad_scope=scope if scope == "prefix_frozen" else "response_only",
       tail_chunks=None,
       prompts_at_once=min(at_once, num_prompts),
     )

@@ -118,6 +118,12 @@ class GroupChecksTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, message):
       self._gradient(_group(prompt_id=7), state=state, **sizes)
 
+  def test_state_of_a_prompt_shorter_than_a_chunk(self):
+    sizes = {"chunk_size": 32, "grad_scope": "response_only"}
+    state = capture(MODEL, PARAMS, PROMPT, **sizes)
+    loss, _, _ = self._gradient(_group(prompt_id=7), state=state, **sizes)
+    self.assertTrue(jnp.isfinite(loss))
+
   def test_state_of_a_prompt_of_another_length(self):
     state = capture(MODEL, PARAMS, PROMPT[:7], chunk_size=4)
     with self.assertRaisesRegex(ValueError, "prompt of 7 tokens"):

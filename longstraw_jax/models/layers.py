@@ -8,16 +8,20 @@ from jaxtyping import Array, Float
 from longstraw_jax.ops.precision import widen
 
 
-def weight(module: nn.Module, name: str, init, shape, dtype: str) -> Array:
-  """A parameter of a module as an array, however it is stored.
+def weight(module: nn.Module, name: str, init, shape, dtype: str):
+  """A parameter of a module, taken as it is where it exists.
 
-  Where it exists it is taken as it is, so that a stored form with other leaves
-  (see longstraw_jax.nf4) may stand in its place; that is expanded here, layer
-  by layer inside the scan over layers.
+  So a stored form with other leaves (see longstraw_jax.nf4) may stand in the
+  array's place. Who multiplies by it expands it, see `expanded`: layer by
+  layer inside the scan over layers, expert by expert in their loop.
   """
   if not module.has_variable("params", name):
     return module.param(name, init, shape, dtype)
-  stored = module.get_variable("params", name)
+  return module.get_variable("params", name)
+
+
+def expanded(stored) -> Array:
+  """A parameter as an array, however it is stored."""
   return stored.expand() if hasattr(stored, "expand") else stored
 
 
@@ -34,31 +38,35 @@ class Linear(nn.Module):
   param_dtype: str
   bias: bool = False
 
-  def _stored(self, inputs: int):
-    """Kernel, and the adapter or None, in the module's dtype."""
-    kernel = weight(
-      self,
-      "kernel",
-      nn.initializers.lecun_normal(),
-      (inputs, self.features),
-      self.param_dtype,
-    ).astype(self.dtype)
+  def _kernel(self, inputs: int):
+    """W as it is stored."""
+    init = nn.initializers.lecun_normal()
+    shape = (inputs, self.features)
+    return weight(self, "kernel", init, shape, self.param_dtype)
+
+  def _adapter(self):
+    """A and B in the module's dtype and the scale as it is, or None."""
     if not self.has_variable("params", "lora_a"):
-      return kernel, None
+      return None
     a, b, scale = (
-      self.get_variable("params", f"lora_{part}").astype(self.dtype)
+      self.get_variable("params", f"lora_{part}")
       for part in ("a", "b", "scale")
     )
-    return kernel, (a, b, scale)
+    return a.astype(self.dtype), b.astype(self.dtype), scale
 
   @nn.compact
   def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
     x = x.astype(self.dtype)
-    kernel, adapter = self._stored(x.shape[-1])
-    y = x @ kernel
+    kernel = self._kernel(x.shape[-1])
+    product = lambda x, kernel: x @ expanded(kernel).astype(self.dtype)
+    if hasattr(kernel, "expand"):
+      # The backward pass expands it again: kept, it would undo the saving.
+      product = jax.checkpoint(product)
+    y = product(x, kernel)
+    adapter = self._adapter()
     if adapter is not None:
       a, b, scale = adapter
-      y = y + scale * ((x @ a) @ b)
+      y = y + (scale * widen(x @ a)).astype(self.dtype) @ b
     if self.bias:
       zeros = nn.initializers.zeros
       bias = self.param("bias", zeros, (self.features,), self.param_dtype)
@@ -68,11 +76,12 @@ class Linear(nn.Module):
   @nn.compact
   def matrix(self, inputs: int) -> Float[Array, "D F"]:
     """W with the adapter added, for maps that are not applied as they stand."""
-    kernel, adapter = self._stored(inputs)
+    kernel = expanded(self._kernel(inputs)).astype(self.dtype)
+    adapter = self._adapter()
     if adapter is None:
       return kernel
     a, b, scale = adapter
-    return kernel + scale * (a @ b)
+    return kernel + (scale * widen(a @ b)).astype(self.dtype)
 
 
 def rms_normalize(

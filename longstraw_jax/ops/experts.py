@@ -96,8 +96,15 @@ def _take(array, indices):
 
 
 def _matrix(matrices, expert, dtype):
-  """One expert's matrix as the products take it."""
-  return lax.dynamic_index_in_dim(matrices, expert, 0, False).astype(dtype)
+  """One expert's matrix as the products take it.
+
+  Matrices in a stored form (see longstraw_jax.nf4) are expanded one by one.
+  """
+  take = lambda x: lax.dynamic_index_in_dim(x, expert, 0, False)
+  matrix = jax.tree.map(take, matrices)
+  if hasattr(matrix, "expand"):
+    matrix = matrix.expand()
+  return matrix.astype(dtype)
 
 
 # --- The two loops ---------------------------------------------------------
@@ -326,8 +333,10 @@ def _expert_mlp_fwd(row_block, x_TD, weights_TA, gate_up, down, experts_TA):
   routed = _Routed(
     x=x_TD.value, experts=experts_TA.value, weights=weights_TA.value
   )
-  matrices = _Matrices(gate_up=gate_up.value, down=down.value)
-  wanted = _Wanted(gate_up=gate_up.perturbed, down=down.perturbed)
+  value = lambda tree: jax.tree.map(lambda x: x.value, tree)
+  perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree))
+  matrices = _Matrices(gate_up=value(gate_up), down=value(down))
+  wanted = _Wanted(gate_up=perturbed(gate_up), down=perturbed(down))
   y_TD = _forward_members(row_block)(routed, matrices)
   return y_TD, (routed, matrices, wanted)
 
@@ -369,7 +378,8 @@ def expert_mlp(
       changes nothing for the others and, while what comes out for it is
       ignored, adds exactly zero to every gradient. It must be finite.
     gate_up_EDF: [gate; up] side by side. Multiplied in the dtype of x.
-    down_EFD: the way back.
+    down_EFD: the way back. Either may be stored in another form that expands
+      to it (see longstraw_jax.nf4), which then is a constant.
     experts_TA: ids, distinct within a token. An id outside [0, E) adds
       nothing, so that a device may hold a part of the experts.
     weights_TA: the mixture, float32 or wider.
