@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from experiments import common_flags
+from experiments.report import exit_code
 from longstraw_jax import (
   MIXERS,
   ModelConfig,
@@ -135,4 +137,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(exit_code(main), flags_parser=common_flags.parse)

@@ -28,6 +28,11 @@ BYTES_PER_TOKEN = {
   "qwen3.6-35b-a3b": 20_480,
   "glm-5.2": 95_232,
 }
+# The paper's lengths: tokens, ranks, bytes of state on each.
+PER_RANK = {
+  "qwen3.6-27b": (255 * 8192, 8, 17_112_760_320),
+  "glm-5.2": (2_097_152, 32, 5.8125 * 2**30),
+}
 
 FULL_DENSE = LayerSpec(mixer="latent_attention")
 FULL_MOE = LayerSpec(mixer="latent_attention", ffn="sigmoid_moe")
@@ -105,6 +110,9 @@ class PublishedTest(parameterized.TestCase):
       for x in jax.tree.leaves(model.state_shapes(tokens)[0])
     )
     self.assertEqual(stored(2) - stored(1), BYTES_PER_TOKEN[name])
+    if name in PER_RANK:
+      tokens, ranks, wanted = PER_RANK[name]
+      self.assertEqual(stored(tokens) / ranks, wanted)
 
   @parameterized.parameters(
     ("qwen3.6-27b", 851),
