@@ -24,7 +24,10 @@ from longstraw_jax.train_config import (
 )
 
 CONFIG = dataclasses.replace(
-  PRESETS["tiny-hybrid"], dtype="float64", param_dtype="float64"
+  PRESETS["tiny-hybrid"],
+  dtype="float64",
+  param_dtype="float64",
+  saved="everything",
 )
 MODEL = Model(CONFIG)
 PARAMS = MODEL.init(jax.random.key(0))

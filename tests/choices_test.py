@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from longstraw_jax import (
   PRESETS,
@@ -140,6 +141,9 @@ class ChoicesTest(parameterized.TestCase):
     np.testing.assert_allclose(found, loss, TOLERANCE["float64"])
     assert_gradients_close(grads_again, grads, TOLERANCE["float64"])
 
+
+@pytest.mark.slow
+class SlopeTest(absltest.TestCase):
   def test_gradient_with_forced_choices_equals_finite_differences(self):
     """The slope with experts held: nothing jumps."""
     model, params, _ = build("tiny-moe")

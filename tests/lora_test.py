@@ -64,7 +64,11 @@ from longstraw_jax.weights.peft_files import (
 from longstraw_jax.weights.safetensors_files import SafetensorsSource
 
 CONFIG = dataclasses.replace(
-  PRESETS["tiny-hybrid"], dtype="float64", param_dtype="float64", norm_eps=1e-3
+  PRESETS["tiny-hybrid"],
+  dtype="float64",
+  param_dtype="float64",
+  norm_eps=1e-3,
+  saved="everything",
 )
 MODEL = Model(CONFIG)
 CHUNK = 8

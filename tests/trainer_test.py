@@ -24,6 +24,7 @@ from longstraw_jax.trainer import Trainer, combine_metrics
 CONFIG = dataclasses.replace(
   PRESETS["tiny-hybrid"],
   vocab_size=258,
+  saved="everything",
   stages=(dataclasses.replace(PRESETS["tiny-hybrid"].stages[0], repeats=1),),
 )
 MODEL = Model(CONFIG)

@@ -101,14 +101,14 @@ class Subject:
   @functools.cached_property
   def alone(self) -> Case:
     """A model of nothing else."""
-    return self._case(self.name)
+    return self._case(self.name, saved="inputs")
 
   @functools.cached_property
   def chained(self) -> Case:
     """A model in which gradients come down from attention."""
-    return self._case(self.name, "attention")
+    return self._case(self.name, "attention", saved="everything")
 
-  def _case(self, *mixers: str) -> Case:
+  def _case(self, *mixers: str, saved: str) -> Case:
     pattern = tuple(
       LayerSpec(mixer=mixer, ffn=None) for mixer in (*self.below, *mixers)
     )
@@ -116,6 +116,7 @@ class Subject:
       self.config,
       dtype="float64",
       param_dtype="float64",
+      saved=saved,
       stages=(Stage(pattern=pattern, repeats=2),),
     )
     model = Model(config)
