@@ -6,7 +6,7 @@ Claim: with G 2, 8 and 64 the full gradient needs the same memory within 1 %,
   reaches at least 90 % of the advantage over the conventional gradient and
   over serial rematerialization that counted operations promise.
 Command: python -m experiments.group_memory
-Cost: about 15 minutes on 2 quiet CPU cores (estimated); up to 20 GiB, or
+Cost: 12 minutes on 2 CPU cores; up to 20 GiB, or
   what --memory_limit_gib allows (what does not fit is skipped and said so).
 Expected result: a table of planned bytes, and one of seconds and of ratios
   measured and counted. All gradients are built from the same operations.
