@@ -10,6 +10,7 @@ Expected result: a table of held-out reward by scope with the spread over
   seeds, rows.jsonl, and grad_scope_learning.png under --out.
 """
 
+import dataclasses
 import pathlib
 import statistics
 
@@ -19,7 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from experiments import common_flags, config_flags, training
+from experiments import config_flags, policies, training
 from experiments.report import RowWriter, exit_code, print_table
 from longstraw_jax.run import FINAL
 
@@ -38,7 +39,7 @@ def warm_started(values: dict, out: pathlib.Path):
     "tail_chunks": None,
   }
   run = training.build_run(values, training.Progress(0))
-  run.execute(training.initial_params(run, values["seed"]))
+  run.execute()
   return training.restore_learner(run, values)[0].params
 
 
@@ -51,7 +52,7 @@ def scope_rows(values: dict, scope: str, params, out: pathlib.Path):
     "warm_start_max_steps": 0,
   }
   run = training.build_run(values, training.Progress(values["steps"]))
-  rows = run.execute(params)
+  rows = dataclasses.replace(run, initial_params=lambda _: params).execute()
   seconds = sum(row.get("seconds_step", 0.0) for row in rows)
   return [
     row | {"seconds_training": seconds}
@@ -169,5 +170,6 @@ if __name__ == "__main__":
   }.items():
     FLAGS.set_default(name, value)
   flags.adopt_module_key_flags(training)
+  flags.adopt_module_key_flags(policies)
   flags.adopt_module_key_flags(config_flags)
-  app.run(exit_code(main), flags_parser=common_flags.parse)
+  app.run(exit_code(main), flags_parser=training.parse_flags)

@@ -15,7 +15,7 @@ import pathlib
 
 from absl import app, flags
 
-from experiments import common_flags, config_flags, training
+from experiments import config_flags, policies, training
 from experiments.report import exit_code, print_table
 from longstraw_jax.run import FINAL, GRPO
 
@@ -39,7 +39,7 @@ def main(argv):
   warm = values["warm_start_max_steps"]
   run = training.build_run(values, training.Progress(warm + values["steps"]))
   training.save_values(values, pathlib.Path(values["out"]))
-  rows = claim_rows(run.execute(training.initial_params(run, values["seed"])))
+  rows = claim_rows(run.execute())
   columns = "phase step P G R grad_scope heldout_reward chance_level".split()
   print_table(rows, columns)
   start, end = rows[0]["heldout_reward"], rows[-1]["heldout_reward"]
@@ -54,5 +54,6 @@ def main(argv):
 if __name__ == "__main__":
   training.define_flags(out="runs/train_grpo")
   flags.adopt_module_key_flags(training)
+  flags.adopt_module_key_flags(policies)
   flags.adopt_module_key_flags(config_flags)
-  app.run(exit_code(main), flags_parser=common_flags.parse)
+  app.run(exit_code(main), flags_parser=training.parse_flags)

@@ -8,17 +8,15 @@ import sys
 from typing import Any
 
 from absl import flags
-import jax
 import tqdm
 
-from experiments import config_flags
-from longstraw_jax import PRESETS, Model, PolicyObjective
+from experiments import common_flags, config_flags, policies
+from longstraw_jax import PolicyObjective
 from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
 from longstraw_jax.steps import Learner
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
-from longstraw_jax.tokenizer import load_tokenizer
 from longstraw_jax.train_config import (
   EngineConfig,
   OptimizerConfig,
@@ -52,16 +50,41 @@ CONFIGS: dict[str, tuple[Any, str, frozenset[str]]] = {
   ),
 }
 
+# Flags whose default depends on the policy.
+DEFAULTS: dict[str, dict[str, Any]] = {
+  policies.SMOLLM2: {
+    "lora_rank": 16,
+    "prompt_tokens": 4096,
+    "chunk_size": 512,
+    "value_alphabet": "0123456789",
+    "value_length": 4,
+    "key_length": 2,
+    "max_tokens": 4,
+    "group_size": 8,
+    "members_at_once": 8,
+    "prompts_per_step": 4,
+    "prompts_at_once": 1,
+    "learning_rate": 2e-4,
+    "warmup_steps": 2,
+    "steps": 40,
+    "warm_start_max_steps": 0,
+    "eval_prompts": 128,
+    "eval_at_once": 4,
+    "eval_every": 1000,
+    "checkpoint_every": 10,
+  }
+}
+
 # What may change between a run and its continuation.
 SCHEDULE = frozenset(
-  "out steps eval_every eval_prompts checkpoint_every keep_checkpoints"
-  " wandb_project".split()
+  "out steps eval_every eval_prompts eval_at_once checkpoint_every"
+  " keep_checkpoints wandb_project".split()
 )
 
 
 def define_flags(out: str) -> None:
   """Defines the flags of a training run."""
-  flags.DEFINE_enum("preset", "small-hybrid", sorted(PRESETS), "The model.")
+  policies.define_flags()
   flags.DEFINE_integer("seed", 0, "Of weights, prompts and sampling.")
   flags.DEFINE_string("out", out, "Directory of rows, curve and checkpoints.")
   flags.DEFINE_string("task", TASK.kind, "needle, multi_key, ... (TASKS).")
@@ -71,7 +94,6 @@ def define_flags(out: str) -> None:
     "Directory or file of text; the running Python's standard library if not "
     "given.",
   )
-  flags.DEFINE_string("tokenizer", "byte", "'byte' or a tokenizer.json.")
   flags.DEFINE_string(
     "reward",
     "longstraw_jax.rewards:exact_match",
@@ -82,9 +104,18 @@ def define_flags(out: str) -> None:
     config_flags.define(config, prefix, skip)
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses flags; a pretrained policy has defaults of its own."""
+  rest = common_flags.parse(argv)
+  for name, value in DEFAULTS.get(flags.FLAGS.preset, {}).items():
+    if not flags.FLAGS[name].present:
+      flags.FLAGS.set_default(name, value)
+  return rest
+
+
 def flag_values() -> dict[str, Any]:
   """Values of the training flags, by name."""
-  names = "preset seed out task corpus tokenizer reward".split()
+  names = [*policies.FLAG_NAMES, *"seed out task corpus reward".split()]
   for config, prefix, skip in CONFIGS.values():
     scalars = config_flags.scalar_names(config, skip)
     names += [prefix + name for name in scalars]
@@ -106,7 +137,8 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
   Raises:
     ValueError: a value is refused; the message names it.
   """
-  model = Model(PRESETS[values["preset"]])
+  policy = policies.build_policy(values)
+  model, tokenizer = policy.model, policy.tokenizer
   train = _config(
     "train",
     values,
@@ -119,10 +151,9 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
   warm = _config(
     "warm_start", values, optimizer=_config("warm_start_optimizer", values)
   )
-  tokenizer = load_tokenizer(values["tokenizer"])
   if tokenizer.vocab_size > model.config.vocab_size:
     raise ValueError(
-      f"tokenizer={values['tokenizer']!r} has {tokenizer.vocab_size} ids but "
+      f"the tokenizer has {tokenizer.vocab_size} ids but "
       f"preset {values['preset']!r} has a vocabulary of "
       f"{model.config.vocab_size}: use a preset with a larger one"
     )
@@ -135,6 +166,7 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
   make = lambda task: make_task(task, corpus, tokenizer)
   short = dataclasses.replace(task, prompt_tokens=warm.prompt_tokens)
   return Run(
+    initial_params=policy.initial_params,
     trainer=Trainer(
       model=model,
       config=train,
@@ -170,11 +202,6 @@ def load_values(out: str) -> dict[str, Any]:
   return json.loads(path.read_text()) | {"out": out}
 
 
-def initial_params(run: Run, seed: int):
-  """The weights a run of this seed begins with."""
-  return jax.jit(run.trainer.model.init)(jax.random.key(seed))
-
-
 def restore_learner(run: Run, values: Mapping[str, Any]) -> tuple[Learner, int]:
   """The learner of a run's last checkpoint and its step.
 
@@ -186,7 +213,7 @@ def restore_learner(run: Run, values: Mapping[str, Any]) -> tuple[Learner, int]:
   step = checkpoints.latest()
   if step is None:
     raise ValueError(f"run={values['out']!r} has no checkpoint: train first")
-  like = run.initial_state(initial_params(run, values["seed"]))
+  like = run.initial_state(run.initial_params(values["seed"]))
   state = checkpoints.restore(step, like, checkpoints.settings(step))
   checkpoints.close()
   return state.learner, step

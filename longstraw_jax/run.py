@@ -61,6 +61,7 @@ class RunConfig:
     steps: GRPO rollouts.
     eval_every: steps between evaluations on held-out prompts.
     eval_prompts: how many of them.
+    eval_at_once: how many of them are worked on together.
     checkpoint_every: steps between checkpoints.
     keep_checkpoints: how many of the last ones stay.
     wandb_project: also log there.
@@ -70,6 +71,7 @@ class RunConfig:
   steps: int
   eval_every: int = 25
   eval_prompts: int = 512
+  eval_at_once: int = 64
   checkpoint_every: int = 50
   keep_checkpoints: int = 3
   wandb_project: str | None = None
@@ -102,6 +104,7 @@ class Run:
   """A trainer with its directory and schedule.
 
   Attributes:
+    initial_params: seed -> the weights it begins with.
     trainer: the loop's steps.
     config: the schedule.
     out: directory of rows, checkpoints, TensorBoard files and the curve.
@@ -110,6 +113,7 @@ class Run:
     report: called with every row, for a progress bar.
   """
 
+  initial_params: Callable[[int], Params]
   trainer: Trainer
   config: RunConfig
   out: pathlib.Path
@@ -133,11 +137,8 @@ class Run:
       warm=jnp.int32(warm.max_steps > 0),
     )
 
-  def execute(self, params: Params) -> list[dict[str, Any]]:
+  def execute(self) -> list[dict[str, Any]]:
     """Runs to the end, from the last checkpoint where there is one.
-
-    Args:
-      params: initial parameters.
 
     Returns:
       All rows of the run, those before a restart included.
@@ -151,7 +152,8 @@ class Run:
     checkpoints = Checkpoints(
       self.out / "checkpoints", self.config.keep_checkpoints
     )
-    state = self.initial_state(params)
+    seed = self.trainer.config.seed
+    state = self.initial_state(self.initial_params(seed))
     found = checkpoints.latest()
     if found is not None:
       state = checkpoints.restore(found, state, self.settings)
@@ -209,7 +211,9 @@ class Run:
     )
 
   def _evaluate(self, state: RunState) -> float:
-    rewards = self.trainer.evaluate(state.learner, self.config.eval_prompts)
+    rewards = self.trainer.evaluate(
+      state.learner, self.config.eval_prompts, self.config.eval_at_once
+    )
     return float(rewards.mean())
 
   def _step(self, state: RunState, row: dict) -> tuple[RunState, dict]:

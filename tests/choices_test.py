@@ -108,10 +108,12 @@ class ChoicesTest(parameterized.TestCase):
     self.assertEqual(metrics["choices_changed_share"], 0.0)
     jax.tree.map(np.testing.assert_array_equal, grads, wanted)
 
-  @parameterized.parameters("tiny-moe", "tiny-glm")
-  def test_other_choices_are_followed_and_counted(self, name):
-    """Replay in blocks and batches against one forward pass a member."""
-    model, params, state = build(name)
+  def test_other_choices_are_followed_and_counted(self):
+    self.follow("tiny-moe")
+
+  def follow(self, name):
+    """Replay in blocks and batches, and both forms of the gradient."""
+    model, params, _ = build(name)
     group = sampled(name)
     group = group.replace(choices=other_choices(group.choices))
     loss, grads, metrics = gradient(name, group)
@@ -143,7 +145,10 @@ class ChoicesTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class SlopeTest(absltest.TestCase):
+class MoreChoicesTest(absltest.TestCase):
+  def test_other_keys_are_followed_and_counted(self):
+    ChoicesTest().follow("tiny-glm")
+
   def test_gradient_with_forced_choices_equals_finite_differences(self):
     """The slope with experts held: nothing jumps."""
     model, params, _ = build("tiny-moe")

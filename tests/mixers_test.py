@@ -7,6 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments import sliding_window
 from longstraw_jax import MIXERS, PRESETS, Segment, Span, State, merge
@@ -156,19 +157,8 @@ def builder(cls, window=5):
   return build
 
 
-class ConformanceTest(parameterized.TestCase):
-  def register(self, name, build):
-    self.assertNotIn(name, MIXERS)
-    self.addCleanup(MIXERS.pop, name)
-    MIXERS[name] = build
-
-  @parameterized.parameters("gated_delta", "attention")
-  def test_conforms(self, name):
-    check_mixer(name)
-
-  def test_latent_attention_conforms(self):
-    check_mixer("latent_attention", PRESETS["tiny-glm"])
-
+@pytest.mark.slow  # both are also run elsewhere: in models, and as a script
+class MoreConformanceTest(parameterized.TestCase):
   def test_shared_latent_attention_conforms(self):
     some = jnp.array([0, 2, 3, 5, 9])
     check_mixer(
@@ -182,6 +172,20 @@ class ConformanceTest(parameterized.TestCase):
     self.addCleanup(MIXERS.pop, sliding_window.NAME)
     sliding_window.register(5)
     check_mixer(sliding_window.NAME)
+
+
+class ConformanceTest(parameterized.TestCase):
+  def register(self, name, build):
+    self.assertNotIn(name, MIXERS)
+    self.addCleanup(MIXERS.pop, name)
+    MIXERS[name] = build
+
+  @parameterized.parameters("gated_delta", "attention")
+  def test_conforms(self, name):
+    check_mixer(name)
+
+  def test_latent_attention_conforms(self):
+    check_mixer("latent_attention", PRESETS["tiny-glm"])
 
   @parameterized.parameters(
     (CarriesSegment, "memory"),
