@@ -58,7 +58,11 @@ def define_flags() -> None:
     "lora_rank", 0, "Rank of adapters, which alone learn; 0 trains all.", 0
   )
   flags.DEFINE_float("lora_alpha", LORA.alpha, "Adapters weigh alpha / rank.")
-  flags.DEFINE_string("lora_targets", LORA.targets, "Maps that get an adapter.")
+  flags.DEFINE_list(
+    "lora_targets",
+    list(LORA.targets),
+    "Maps that get an adapter: all-linear, or ends of their paths.",
+  )
   flags.DEFINE_enum(
     "base", "native", BASES, "How weights that do not learn are stored."
   )
@@ -118,7 +122,9 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
     if rank == 0:
       return params
     config = LoraConfig(
-      rank=rank, alpha=values["lora_alpha"], targets=values["lora_targets"]
+      rank=rank,
+      alpha=values["lora_alpha"],
+      targets=tuple(values["lora_targets"]),
     )
     key = jax.random.fold_in(jax.random.key(seed), 1)
     params = add_lora(model, params, key, config)

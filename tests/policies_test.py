@@ -19,7 +19,7 @@ VALUES = {
   "tokenizer": None,
   "lora_rank": 0,
   "lora_alpha": 32.0,
-  "lora_targets": "all-linear",
+  "lora_targets": ["all-linear"],
   "base": "native",
 }
 
@@ -67,7 +67,7 @@ class PoliciesTest(parameterized.TestCase):
   @parameterized.parameters(
     ({"preset": "huge"}, "'huge' is neither one of"),
     ({"base": "nf4"}, "give a lora_rank"),
-    ({"lora_rank": 2, "lora_targets": "nothing"}, "nothing"),
+    ({"lora_rank": 2, "lora_targets": ["nothing"]}, "nothing"),
   )
   def test_refused(self, changes, message):
     with self.assertRaisesRegex(ValueError, message):
