@@ -33,6 +33,7 @@ from longstraw_jax.ops.pages import (
   Segment,
   attend,
   attend_blocks,
+  gather_rows,
   merge,
   read_block,
 )
@@ -72,6 +73,7 @@ __all__ = [
   "attend_blocks",
   "capture",
   "drop_lora",
+  "gather_rows",
   "group_advantages",
   "group_gradient",
   "has_lora",

@@ -157,7 +157,7 @@ def builder(cls, window=5):
   return build
 
 
-@pytest.mark.slow  # both are also run elsewhere: in models, and as a script
+@pytest.mark.slow  # architectures_test holds its gradients by default
 class MoreConformanceTest(parameterized.TestCase):
   def test_shared_latent_attention_conforms(self):
     some = jnp.array([0, 2, 3, 5, 9])
@@ -167,11 +167,6 @@ class MoreConformanceTest(parameterized.TestCase):
       below=("latent_attention",),
       shared=lambda positions: {"keys": positions[:, None] - some},
     )
-
-  def test_sliding_window_conforms(self):
-    self.addCleanup(MIXERS.pop, sliding_window.NAME)
-    sliding_window.register(5)
-    check_mixer(sliding_window.NAME)
 
 
 class ConformanceTest(parameterized.TestCase):
@@ -186,6 +181,11 @@ class ConformanceTest(parameterized.TestCase):
 
   def test_latent_attention_conforms(self):
     check_mixer("latent_attention", PRESETS["tiny-glm"])
+
+  def test_sliding_window_conforms(self):
+    self.addCleanup(MIXERS.pop, sliding_window.NAME)
+    sliding_window.register(5)
+    check_mixer(sliding_window.NAME)
 
   @parameterized.parameters(
     (CarriesSegment, "memory"),
