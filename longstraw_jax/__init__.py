@@ -40,6 +40,7 @@ from longstraw_jax.ops.pages import (
 from longstraw_jax.presets import PRESETS
 from longstraw_jax.replay import replay, replay_scores
 from longstraw_jax.rollout import rollout
+from longstraw_jax.sharding import constrain, make_mesh, place_at_rest
 from longstraw_jax.state import PromptState
 from longstraw_jax.types import Group, Span
 from longstraw_jax.weights.export import save_pretrained
@@ -72,14 +73,17 @@ __all__ = [
   "attend",
   "attend_blocks",
   "capture",
+  "constrain",
   "drop_lora",
   "gather_rows",
   "group_advantages",
   "group_gradient",
   "has_lora",
   "load_pretrained",
+  "make_mesh",
   "merge",
   "merge_lora",
+  "place_at_rest",
   "quantize_base",
   "read_block",
   "replay",

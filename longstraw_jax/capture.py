@@ -15,6 +15,8 @@ from longstraw_jax.checks import (
 )
 from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
+from longstraw_jax.ops.pages import Striping
+from longstraw_jax.sharding import num_shards
 from longstraw_jax.state import PromptState, tree_zeros
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
@@ -75,7 +77,8 @@ def capture(
   prompt = jnp.asarray(prompt, jnp.int32)
   wanted = prompt.shape[0] - 1 if capacity is None else capacity
   wanted = max(wanted, 1)
-  chunk_size = min(chunk_size, wanted)
+  chunk_size = min(chunk_size, wanted + -wanted % num_shards("rows"))
+  striping = Striping.of_mesh(chunk_size)
   real = prompt.shape[0] if length is None else length
   captured = jnp.asarray(real, jnp.int32) - 1
   tokens = padded(prompt, wanted + -wanted % chunk_size)
@@ -94,6 +97,7 @@ def capture(
     prompt_id=jnp.asarray(prompt_id, jnp.int32),
     grad_scope=grad_scope,
     chunk_size=chunk_size,
+    striping=striping,
   )
 
 
@@ -120,6 +124,7 @@ def _prompt_job(tokens, captured, chunk_size: int) -> Job:
     length=captured,
     start=jnp.int32(0),
     block=chunk_size,
+    striping=Striping.of_mesh(chunk_size),
   )
 
 

@@ -57,6 +57,8 @@ def plain(value: Any) -> Any:
   """A JSON value of a scalar; None for what is not finite."""
   if isinstance(value, (str, bool, int)) or value is None:
     return value
+  if isinstance(value, list):
+    return [plain(x) for x in value]
   value = np.asarray(value).item()
   if isinstance(value, float) and not math.isfinite(value):
     return None

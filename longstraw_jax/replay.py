@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from longstraw_jax.checks import check_chunk_size, check_responses
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.sharding import constrain, num_shards
 from longstraw_jax.state import Pages, PromptState, fill_rows, tree_zeros
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
@@ -47,7 +48,8 @@ def replay(
     lengths: real tokens of each member, at least 1.
     block_size: tokens of a response processed at once; R by default. Longer
       responses are walked block by block against their own pages.
-    members_at_once: members replayed together; memory grows with it.
+    members_at_once: members replayed together, on every device that has
+      members of its own; memory grows with it.
     choices: recorded ones to follow, see Group.choices.
 
   Returns:
@@ -108,16 +110,19 @@ def check_replay_sizes(block_size: int | None, members_at_once: int) -> None:
 def member_batches(members_at_once: int, tree: Tree) -> Tree:
   """[G, ...] leaves as [batches, M, ...], padded with zeros; as is if M = 1.
 
+  M counts `members_at_once` on every device that replays members of its own.
   A padding member has length 0: it scores nothing and its gradient is zero.
   """
-  if members_at_once == 1:
+  shards = num_shards("members")
+  if members_at_once * shards == 1:
     return tree
 
   def split(x):
-    at_once = min(members_at_once, x.shape[0])
-    padding = -x.shape[0] % at_once
-    x = jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1))
-    return x.reshape(-1, at_once, *x.shape[1:])
+    size = x.shape[0]
+    at_once = min(members_at_once * shards, size + -size % shards)
+    x = jnp.pad(x, ((0, -size % at_once),) + ((0, 0),) * (x.ndim - 1))
+    x = x.reshape(-1, at_once, *x.shape[1:])
+    return constrain(x, None, "members", *(None,) * (x.ndim - 2))
 
   return jax.tree.map(split, tree)
 
@@ -151,7 +156,15 @@ def branch_job(
 def prompt_pages(state: PromptState, taps: Tree | None) -> tuple[Pages, ...]:
   """The prompt's pages as the segment before every response."""
   rows = lax.stop_gradient(state.pages)
-  return (Pages(rows=rows, taps=taps, length=state.length, start=jnp.int32(0)),)
+  return (
+    Pages(
+      rows=rows,
+      taps=taps,
+      length=state.length,
+      start=jnp.int32(0),
+      striping=state.striping,
+    ),
+  )
 
 
 def entry_carry(state: PromptState, job: Job) -> Tree:
@@ -336,6 +349,7 @@ def _replay_bwd(model, block, members_at_once, residuals, cotangents):
       prompt_id=None,
       grad_scope=state.grad_scope,
       chunk_size=state.chunk_size,
+      striping=state.striping,
     )
   return Params(trainable=trainable, frozen=None), dstate, None, None, None
 

@@ -12,6 +12,7 @@ from longstraw_jax.checks import check_chunk_size
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.replay import prompt_pages
+from longstraw_jax.sharding import member_vmap
 from longstraw_jax.state import Pages, PromptState, write_rows
 from longstraw_jax.types import Group, Span, Tree
 
@@ -149,7 +150,7 @@ def _rollout(
     choices = out.choices if record_choices else None
     return sampled, *scores, rows, out.carry, choices
 
-  decode = jax.vmap(member, (0, None, 0, 0, 0))
+  decode = member_vmap(member, group_size, in_axes=(0, None, 0, 0, 0))
 
   def body(d: _Decoding) -> _Decoding:
     before = d.responses[:, jnp.maximum(d.token - 1, 0)]

@@ -182,7 +182,7 @@ class Run:
       every = config.warm_start.eval_every if warm else config.eval_every
       row = {}
       if done % every == 0:
-        row["heldout_reward"] = self._evaluate(state)
+        row |= self._evaluate(state)
       if warm and self._warm_enough(done, row):
         state = self._begin_grpo(state)
         continue
@@ -193,7 +193,8 @@ class Run:
       if int(state.step) % config.checkpoint_every == 0:
         self._save(checkpoints, state)
     self._save(checkpoints, state)
-    row.setdefault("heldout_reward", self._evaluate(state))
+    if "heldout_reward" not in row:
+      row |= self._evaluate(state)
     self._write(log, {"phase": FINAL, "step": int(state.step)} | row)
     return state
 
@@ -210,11 +211,15 @@ class Run:
       warm=jnp.int32(0),
     )
 
-  def _evaluate(self, state: RunState) -> float:
+  def _evaluate(self, state: RunState) -> dict[str, Any]:
+    """The mean reward on held-out prompts, and that of each, in their order."""
     rewards = self.trainer.evaluate(
       state.learner, self.config.eval_prompts, self.config.eval_at_once
     )
-    return float(rewards.mean())
+    return {
+      "heldout_reward": float(rewards.mean()),
+      "heldout_rewards": rewards.tolist(),
+    }
 
   def _step(self, state: RunState, row: dict) -> tuple[RunState, dict]:
     """One step of the phase the run is in."""

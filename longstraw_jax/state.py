@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from longstraw_jax.checks import CONSTANT_SCOPES
+from longstraw_jax.ops.pages import WHOLE, Striping, on_owners, row_specs
 from longstraw_jax.types import Tree
 
 
@@ -22,12 +23,14 @@ class Pages:
       gradient is wanted.
     length: filled rows.
     start: position of row 0.
+    striping: how devices share the rows; None where each holds them all.
   """
 
   rows: Tree
   taps: Tree | None
   length: Int[Array, ""]
   start: Int[Array, ""]
+  striping: Striping | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass
@@ -50,6 +53,7 @@ class PromptState:
     prompt_id: the id of the prompt.
     grad_scope: which gradient the state passes on.
     chunk_size: tokens of one chunk.
+    striping: how devices share the pages, on a mesh.
   """
 
   pages: Tree
@@ -62,6 +66,7 @@ class PromptState:
   prompt_id: Int[Array, ""]
   grad_scope: str = struct.field(pytree_node=False)
   chunk_size: int = struct.field(pytree_node=False)
+  striping: Striping | None = struct.field(pytree_node=False, default=None)
 
   @property
   def differentiated(self) -> bool:
@@ -69,26 +74,49 @@ class PromptState:
     return self.grad_scope not in CONSTANT_SCOPES
 
 
-def write_rows(buffers: Tree, rows: Tree, offset) -> Tree:
+def write_rows(
+  buffers: Tree, rows: Tree, offset, striping: Striping | None = None
+) -> Tree:
   """Appends rows [L, ..., T, H] to buffers [L, ..., S, H], in place under jit.
 
   One dynamic_update_slice a buffer for all layers; the caller guarantees
-  offset + T <= S, since XLA would clamp silently.
+  offset + T <= S, since XLA would clamp silently. Where devices share the
+  buffers, the rows are one whole chunk and each writes its share of it.
   """
 
-  def write(buffer, new):
-    starts = [jnp.int32(0)] * buffer.ndim
-    starts[-2] = jnp.asarray(offset, jnp.int32)
-    return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), starts)
+  def write(buffers, rows, offset):
+    def one(buffer, new):
+      starts = [jnp.int32(0)] * buffer.ndim
+      starts[-2] = offset
+      return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), starts)
 
-  return jax.tree.map(write, buffers, rows)
+    return jax.tree.map(one, buffers, rows)
+
+  specs = row_specs(buffers)
+  return on_owners(striping, write, (specs, specs, WHOLE), specs)(
+    buffers, rows, _own_offset(striping, offset)
+  )
 
 
-def read_rows(buffers: Tree, offset, tokens: int) -> Tree:
-  """Rows [offset, offset + tokens) of every layer."""
+def read_rows(
+  buffers: Tree, offset, tokens: int, striping: Striping | None = None
+) -> Tree:
+  """Rows [offset, offset + tokens) of every layer; a whole chunk if striped."""
+  size = tokens // (striping.shards if striping else 1)
+  read = lambda buffers, offset: jax.tree.map(
+    lambda x: lax.dynamic_slice_in_dim(x, offset, size, x.ndim - 2), buffers
+  )
+  specs = row_specs(buffers)
+  return on_owners(striping, read, (specs, WHOLE), specs)(
+    buffers, _own_offset(striping, offset)
+  )
+
+
+def _own_offset(striping: Striping | None, offset) -> Int[Array, ""]:
+  """A chunk border, in the buffer that one device holds."""
   offset = jnp.asarray(offset, jnp.int32)
-  return jax.tree.map(
-    lambda x: lax.dynamic_slice_in_dim(x, offset, tokens, x.ndim - 2), buffers
+  return (
+    offset if striping is None else lax.div(offset, jnp.int32(striping.shards))
   )
 
 

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.models.model import Model, Params
+from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.sharding import constrain, constrain_at_rest, member_vmap
 from longstraw_jax.state import (
   Pages,
   fill_rows,
@@ -45,6 +47,7 @@ class Job:
     length: real tokens, [] or [M].
     start: position of token 0.
     block: tokens of one block.
+    striping: how devices share the sequence's own rows.
     choices: recorded choices to follow, stage -> layer -> name ->
       [*M, L, S, A]; None chooses afresh.
     batched: whether there is a member axis.
@@ -55,6 +58,7 @@ class Job:
   length: Int[Array, "*M"]
   start: Int[Array, ""]
   block: int = struct.field(pytree_node=False)
+  striping: Striping | None = struct.field(pytree_node=False, default=None)
   choices: Tree | None = None
   batched: bool = struct.field(pytree_node=False, default=False)
 
@@ -157,8 +161,9 @@ def _block(model: Model, job: Job, index, params, carry, own, priors):
     own_axes = (
       None if own is None else Pages(rows=0, taps=0, length=None, start=None)
     )
-    call = jax.vmap(
+    call = member_vmap(
       call,
+      job.member_shape[0],
       in_axes=(
         None,
         0,
@@ -184,7 +189,13 @@ def _own_pages(job: Job, rows: Tree, taps: Tree | None, index) -> Pages | None:
   """The sequence's rows before block `index`; a single block has none."""
   if job.blocks == 1:
     return None
-  return Pages(rows=rows, taps=taps, length=index * job.block, start=job.start)
+  return Pages(
+    rows=rows,
+    taps=taps,
+    length=index * job.block,
+    start=job.start,
+    striping=job.striping,
+  )
 
 
 def walk_forward(
@@ -210,6 +221,10 @@ def walk_forward(
   rows_shapes, _ = model.state_shapes(job.tokens.shape[-1])
   lead = lambda x: jnp.zeros((*shape, *x.shape), x.dtype)
   rows = jax.tree.map(lead, rows_shapes)
+  if job.striping is not None:
+    rows = jax.tree.map(
+      lambda x: constrain(x, *(None,) * (x.ndim - 2), "rows", None), rows
+    )
   saved = {}
   if save_carries:
     saved = jax.tree.map(
@@ -238,7 +253,9 @@ def walk_forward(
       logprobs=logprobs,
       entropy=entropy,
       changed=jax.tree.map(put, walked.changed, changed),
-      rows=write_rows(walked.rows, outputs.rows, index * job.block),
+      rows=write_rows(
+        walked.rows, outputs.rows, index * job.block, job.striping
+      ),
       carry=outputs.carry,
       saved_carries=saved,
     )
@@ -273,8 +290,10 @@ class Gradients:
 
 def zero_gradients(params: Params) -> dict:
   """Accumulators for the trainable parameters, float32 or wider."""
-  return jax.tree.map(
-    lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), params.trainable
+  return constrain_at_rest(
+    jax.tree.map(
+      lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), params.trainable
+    )
   )
 
 
@@ -346,7 +365,9 @@ def walk_backward(
     drows = tree_zeros(outputs.rows)
     if own is not None:
       # All layers in one slice, before the pull-back: no copy is made.
-      drows = fill_rows(drows, read_rows(own, index * job.block, job.block))
+      at = index * job.block
+      known = read_rows(own, at, job.block, job.striping)
+      drows = fill_rows(drows, known)
     cotangent = Outputs(dlogprobs, dentropy, rows=drows, carry=gradients.carry)
     accumulated = () if own_taps is None else (own_taps,)
     dparams, dcarry, prior_taps, own_taps = pull_back(
@@ -354,7 +375,7 @@ def walk_backward(
     )
     add = lambda total, new: total + new.astype(total.dtype)
     gradients = Gradients(
-      params=jax.tree.map(add, gradients.params, dparams),
+      params=constrain_at_rest(jax.tree.map(add, gradients.params, dparams)),
       priors=prior_taps,
       carry=dcarry,
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from absl.testing import absltest, parameterized
+from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +112,6 @@ class ChoicesTest(parameterized.TestCase):
     self.follow("tiny-moe")
 
   def follow(self, name):
-    """Replay in blocks and batches, and both forms of the gradient."""
     model, params, _ = build(name)
     group = sampled(name)
     group = group.replace(choices=other_choices(group.choices))
@@ -120,6 +119,11 @@ class ChoicesTest(parameterized.TestCase):
     plain, _, _ = gradient(name, group.replace(choices=None))
     self.assertGreater(abs(loss - plain), 1e-3)
     self.assertGreater(metrics["choices_changed_share"], 0.3)
+    return model, params, group, loss, grads, metrics
+
+  def follow_in_every_form(self, name):
+    """Replay in blocks and batches, and both forms of the gradient."""
+    model, params, group, loss, grads, metrics = self.follow(name)
     _, found, again = gradient(name, group, block_size=2, members_at_once=2)
     assert_gradients_close(found, grads, TOLERANCE["float64"])
     np.testing.assert_allclose(
@@ -145,9 +149,10 @@ class ChoicesTest(parameterized.TestCase):
 
 
 @pytest.mark.slow
-class MoreChoicesTest(absltest.TestCase):
-  def test_other_keys_are_followed_and_counted(self):
-    ChoicesTest().follow("tiny-glm")
+class MoreChoicesTest(parameterized.TestCase):
+  @parameterized.parameters("tiny-moe", "tiny-glm")
+  def test_other_choices_in_every_form(self, name):
+    ChoicesTest().follow_in_every_form(name)
 
   def test_gradient_with_forced_choices_equals_finite_differences(self):
     """The slope with experts held: nothing jumps."""

@@ -15,6 +15,7 @@ import jax  # noqa: E402  (after the environment is set)
 import pytest  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_num_cpu_devices", 8)  # meshes; the rest uses the first
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -399,6 +399,7 @@ class GradientTest(parameterized.TestCase):
     stopped = products(oracle(length, boundary, 5, False, "coupling")[1])
     self.assertGreater(abs(stopped - full), 1e-3 * abs(full))
 
+  @pytest.mark.slow  # trainer_test batches prompts by default
   def test_gradient_under_vmap_over_prompts(self):
     model, params = make_model("float64"), make_params("float64")
     prompts, lengths = ids(4, 2, 66), jnp.array([66, 40])

@@ -159,6 +159,9 @@ def builder(cls, window=5):
 
 @pytest.mark.slow  # architectures_test holds its gradients by default
 class MoreConformanceTest(parameterized.TestCase):
+  def test_attention_conforms(self):
+    check_mixer("attention")
+
   def test_shared_latent_attention_conforms(self):
     some = jnp.array([0, 2, 3, 5, 9])
     check_mixer(
@@ -175,9 +178,8 @@ class ConformanceTest(parameterized.TestCase):
     self.addCleanup(MIXERS.pop, name)
     MIXERS[name] = build
 
-  @parameterized.parameters("gated_delta", "attention")
-  def test_conforms(self, name):
-    check_mixer(name)
+  def test_gated_delta_conforms(self):
+    check_mixer("gated_delta")
 
   def test_latent_attention_conforms(self):
     check_mixer("latent_attention", PRESETS["tiny-glm"])

@@ -7,6 +7,7 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from longstraw_jax import (
   PRESETS,
@@ -105,6 +106,7 @@ class FrozenTest(parameterized.TestCase):
 
 
 class NarrowTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_bfloat16_is_as_near_to_float32_as_plain_autodiff_is(self):
     narrow, wide = _model("bfloat16"), _model("float32")
     params = narrow.init(jax.random.key(0))

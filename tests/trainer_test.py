@@ -6,6 +6,7 @@ from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from longstraw_jax import PRESETS, Group, Model, PolicyObjective
 from longstraw_jax.rewards import RewardError
@@ -80,6 +81,7 @@ class StepTest(parameterized.TestCase):
     self.assertGreater(row["ratio_deviation_max"], 0.2)
     self.assertEqual(int(learner.step), 4)
 
+  @pytest.mark.slow
   def test_refresh_policy(self):
     """Updates over a stale state differ from those over a fresh one."""
     changes = {

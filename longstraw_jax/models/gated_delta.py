@@ -12,6 +12,7 @@ from longstraw_jax.models.layers import GatedRMSNorm, Linear
 from longstraw_jax.ops.delta_rule import delta_rule_chunked
 from longstraw_jax.ops.precision import wide_dtype, widen
 from longstraw_jax.ops.short_conv import short_conv
+from longstraw_jax.sharding import constrain
 from longstraw_jax.types import Span
 
 L2_EPS = 1e-6
@@ -82,6 +83,9 @@ class GatedDelta(nn.Module):
       qkv_TU, taps.astype(qkv_TU.dtype), state.carry.conv_tail, span.length
     )
     q, k, v = self._heads(jax.nn.silu(u_TU), span.mask[:, None, None])
+    # From tokens to heads: the recurrence runs whole on every head's device.
+    q, k, v = (constrain(x, None, "heads", None) for x in (q, k, v))
+    beta_TN, g_TN = (constrain(x, None, "heads") for x in (beta_TN, g_TN))
     o_TNH, matrix = delta_rule_chunked(
       q, k, v, beta_TN, g_TN, state.carry.matrix, self.delta_block
     )
@@ -89,6 +93,7 @@ class GatedDelta(nn.Module):
     y_TNH = GatedRMSNorm(self.norm_eps, self.param_dtype, name="norm")(
       o_TNH, z_TNH
     )
+    matrix = constrain(matrix, "heads", None, None)
     y_TD = linear(x_TD.shape[-1], "out_proj")(y_TNH.reshape(tokens, -1))
     carry = DeltaCarry(matrix=matrix, conv_tail=tail)
     taps = tuple(segment.tap for segment in state.pages)

@@ -18,6 +18,7 @@ from longstraw_jax.models.layers import NORMS
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
 from longstraw_jax.ops.pages import PAGE_ATTENTION, Segment
+from longstraw_jax.sharding import constrain
 from longstraw_jax.state import Pages, tree_zeros
 from longstraw_jax.types import Span, Tree
 
@@ -269,12 +270,13 @@ class Model:
     """
     tree = params.merged()
     x_TD = tree["embed"][tokens].astype(self.config.dtype)
+    x_TD = constrain(x_TD, "tokens", None)
     taps = tuple(segment.taps for segment in segments)
     rows, new_carry, chosen = {}, {}, {}
     for i, stage in enumerate(self.config.stages):
       name = f"stage_{i}"
       body = functools.partial(self._layer, self.blocks[i], span)
-      views = [(s.rows[name], s.length, s.start) for s in segments]
+      views = [s.replace(rows=s.rows[name], taps=None) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
       follow = {} if choices is None else choices[name]
       index = jnp.arange(stage.repeats, dtype=jnp.int32)
@@ -304,13 +306,14 @@ class Model:
       name = f"layer_{j}"
       pages = tuple(
         Segment(
-          rows=buffers[name],
+          rows=view.rows[name],
           tap=None if tap is None else tap[name],
           layer=index,
-          length=length,
-          start=start,
+          length=view.length,
+          start=view.start,
+          striping=view.striping,
         )
-        for (buffers, length, start), tap in zip(views, taps, strict=True)
+        for view, tap in zip(views, taps, strict=True)
       )
       apply = _remat(block.apply, self.config.saved)
       state = State(
@@ -320,6 +323,7 @@ class Model:
         choices=choices.get(name, {}),
       )
       x_TD, update = apply({"params": params[name]}, x_TD, span, state)
+      x_TD = constrain(x_TD, "tokens", None)
       rows[name], new_carry[name] = update.rows, update.carry
       chosen[name] = update.choices
       shared = shared | update.shared

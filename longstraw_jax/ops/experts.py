@@ -26,9 +26,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum
+from longstraw_jax.sharding import MESH_AXES, num_shards, spec
 from longstraw_jax.types import Tree
 
 
@@ -107,6 +109,43 @@ def _matrix(matrices, expert, dtype):
   return matrix.astype(dtype)
 
 
+# --- Experts on several devices --------------------------------------------
+
+_WHOLE = PartitionSpec()
+
+
+def _expert_shards(num_experts: int) -> int:
+  """Devices that share the experts; 1 where they cannot be dealt evenly."""
+  shards = num_shards("experts")
+  return shards if num_experts % shards == 0 else 1
+
+
+def _expert_specs(matrices: Tree) -> Tree:
+  return jax.tree.map(lambda x: spec("experts"), matrices)
+
+
+def _on_experts(shards: int, fn, in_specs, out_specs):
+  """`fn` as every device runs it on its experts."""
+  if shards == 1:
+    return fn
+  return jax.shard_map(
+    fn, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+
+
+def _held(shards: int, routed, matrices):
+  """The same tokens, their experts counted from the first one held here."""
+  if shards == 1:
+    return routed
+  held = matrices.down.shape[0]
+  first = held * lax.axis_index(MESH_AXES["experts"])
+  return routed.replace(experts=routed.experts - first)
+
+
+def _sum_experts(shards: int, tree: Tree) -> Tree:
+  return tree if shards == 1 else lax.psum(tree, MESH_AXES["experts"])
+
+
 # --- The two loops ---------------------------------------------------------
 
 
@@ -137,6 +176,15 @@ class _Wanted:
 
 
 def _forward(row_block: int, routed: _Routed, matrices: _Matrices):
+  """Every device multiplies by the experts that it holds."""
+  shards = _expert_shards(matrices.down.shape[0])
+  call = functools.partial(_forward_part, row_block, shards)
+  specs = (_WHOLE, _expert_specs(matrices))
+  return _on_experts(shards, call, specs, _WHOLE)(routed, matrices)
+
+
+def _forward_part(row_block, shards, routed: _Routed, matrices: _Matrices):
+  routed = _held(shards, routed, matrices)
   x_TD, choices = routed.x, routed.experts.shape[1]
   plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
   wide = wide_dtype(x_TD.dtype)
@@ -154,7 +202,8 @@ def _forward(row_block: int, routed: _Routed, matrices: _Matrices):
     return y_TD.at[tokens].add(y_BD, mode="drop")
 
   y_TD = jnp.zeros(x_TD.shape, wide)
-  return lax.fori_loop(0, plan.blocks[-1], body, y_TD).astype(x_TD.dtype)
+  y_TD = lax.fori_loop(0, plan.blocks[-1], body, y_TD)
+  return _sum_experts(shards, y_TD).astype(x_TD.dtype)
 
 
 @struct.dataclass
@@ -189,6 +238,22 @@ class _Sum:
 
 def _backward(row_block, wanted: _Wanted, routed: _Routed, matrices, dy_TD):
   """Gradients of x, of the weights and of the matrices that are wanted."""
+  shards = _expert_shards(matrices.down.shape[0])
+  call = functools.partial(_backward_part, row_block, shards, wanted)
+  dmatrices = _Matrices(
+    gate_up=spec("experts") if wanted.gate_up else None,
+    down=spec("experts") if wanted.down else None,
+  )
+  return _on_experts(
+    shards,
+    call,
+    (_WHOLE, _expert_specs(matrices), _WHOLE),
+    (_WHOLE, _WHOLE, dmatrices),
+  )(routed, matrices, dy_TD)
+
+
+def _backward_part(row_block, shards, wanted, routed, matrices, dy_TD):
+  routed = _held(shards, routed, matrices)
   x_TD, choices = routed.x, routed.experts.shape[1]
   plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
   narrow, wide = x_TD.dtype, wide_dtype(x_TD.dtype)
@@ -230,6 +295,7 @@ def _backward(row_block, wanted: _Wanted, routed: _Routed, matrices, dy_TD):
   )
   carry = lax.fori_loop(0, plan.blocks[-1], body, carry)
   dx_TD, dweights, dgate_up, ddown = carry
+  dx_TD, dweights = _sum_experts(shards, (dx_TD, dweights))
   return (
     dx_TD.astype(x_TD.dtype),
     dweights.reshape(routed.weights.shape).astype(routed.weights.dtype),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.ops.precision import wide_einsum, widen
+from longstraw_jax.sharding import constrain
 
 
 def logits_of(
@@ -23,7 +24,8 @@ def token_logprobs_reference(
   targets_T: Int[Array, "T"],
 ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
   """log softmax(h W)[target] and the entropy of softmax(h W), all at once."""
-  logp_TV = jax.nn.log_softmax(logits_of(hidden_TD, head_DV))
+  logits_TV = constrain(logits_of(hidden_TD, head_DV), None, "vocab")
+  logp_TV = jax.nn.log_softmax(logits_TV)
   logprobs = jnp.take_along_axis(logp_TV, targets_T[:, None], -1)[:, 0]
   entropy = -(jnp.exp(logp_TV) * logp_TV).sum(-1)
   return logprobs, entropy

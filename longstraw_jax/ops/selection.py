@@ -20,12 +20,9 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax.ops.pages.segment import (
-  Place,
-  Segment,
-  block_trips,
-  read_slots,
-)
+from longstraw_jax.ops.pages import WHOLE, Segment, on_owners, row_specs
+from longstraw_jax.ops.pages.segment import Place, block_trips, read_slots
+from longstraw_jax.ops.pages.striping import gather_owners
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
 
 NO_KEY = -1  # position of a slot that holds no key
@@ -56,6 +53,17 @@ def merge_top(best, scores_QB, positions_B, visible_QB: Bool[Array, "Q B"]):
   positions = jnp.concatenate([positions, positions_QB], axis=1)
   scores, order = lax.top_k(scores, best[0].shape[1])
   return scores, jnp.take_along_axis(positions, order, axis=1)
+
+
+def best_of_all(best, others):
+  """The best of lists in any order, ([Q, A], [Q, A]) and ([Q, B], [Q, B])."""
+  scores, positions = (
+    jnp.concatenate(pair, axis=1) for pair in zip(best, others, strict=True)
+  )
+  order = (-scores, positions)
+  scores, positions = lax.sort(order, dimension=1, num_keys=2)
+  number = best[0].shape[1]
+  return -scores[:, :number], positions[:, :number]
 
 
 def _padded(x: Array, size: int) -> Array:
@@ -103,6 +111,10 @@ def select_keys(
   start = positions_T[0].astype(jnp.int32)
   wide = wide_dtype(jnp.result_type(q_TNJ, w_TN, k_TJ))
   places = [Place.of(segment) for segment in segments]
+  nothing = (
+    jnp.full((query_tile, number), -jnp.inf, wide),
+    jnp.full((query_tile, number), NO_KEY, jnp.int32),
+  )
 
   def one_tile(inputs):
     q, w, first = inputs
@@ -112,27 +124,32 @@ def select_keys(
       visible = filled & (positions <= queries[:, None])
       return merge_top(best, index_scores(q, w, keys), positions, visible)
 
-    def take_stored(segment, place, index, best):
-      size = min(key_tile, segment.capacity)
-      rows = {name: segment.rows[name]}
-      block, positions, filled, _ = read_slots(rows, place, index, size)
-      pad = functools.partial(_padded, size=key_tile)
-      return take(best, pad(block[name]), pad(positions), pad(filled))
+    def best_stored(size, rows, place, best, q, w, queries):
+      def body(index, best):
+        block, positions, filled, _ = read_slots(rows, place, index, size)
+        pad = functools.partial(_padded, size=key_tile)
+        keys, positions = pad(block[name]), pad(positions)
+        visible = pad(filled) & (positions <= queries[:, None])
+        return merge_top(best, index_scores(q, w, keys), positions, visible)
+
+      trips = block_trips(place, size)
+      if place.striping is None:
+        return lax.fori_loop(0, trips, body, best)
+      part = lax.fori_loop(0, trips, body, nothing)
+      return best_of_all(best, gather_owners(part))
 
     def take_own(index, best):
       slots = index * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
       keys = lax.dynamic_index_in_dim(own_tiles, index, keepdims=False)
       return take(best, keys, start + slots, slots < k_TJ.shape[0])
 
-    shape = (query_tile, number)
-    best = (
-      jnp.full(shape, -jnp.inf, wide),
-      jnp.full(shape, NO_KEY, jnp.int32),
-    )
+    best = nothing
     for segment, place in zip(segments, places, strict=True):
-      trips = block_trips(place, min(key_tile, segment.capacity))
-      step = functools.partial(take_stored, segment, place)
-      best = lax.fori_loop(0, trips, step, best)
+      rows = {name: segment.rows[name]}
+      call = functools.partial(best_stored, segment.block_size(key_tile))
+      best = on_owners(
+        segment.striping, call, (row_specs(rows),) + (WHOLE,) * 5, WHOLE
+      )(rows, place, best, q, w, queries)
     trips = lax.div(first + query_tile - 1, jnp.int32(key_tile)) + 1
     trips = jnp.minimum(trips, own_tiles.shape[0])
     return lax.fori_loop(0, trips, take_own, best)[1]

@@ -29,16 +29,28 @@ from longstraw_jax.ops.pages.segment import (
   PAGE_ATTENTION,
   Segment,
 )
+from longstraw_jax.ops.pages.striping import (
+  WHOLE,
+  Striping,
+  on_owners,
+  row_specs,
+  sum_owners,
+)
 
 __all__ = [
   "EMPTY_LSE",
   "PAGE_ATTENTION",
   "Part",
   "Segment",
+  "Striping",
+  "WHOLE",
   "attend",
   "attend_blocks",
   "gather_rows",
   "merge",
+  "on_owners",
   "open_rows",
   "read_block",
+  "row_specs",
+  "sum_owners",
 ]

@@ -20,6 +20,16 @@ from longstraw_jax.ops.pages.segment import (
   give_member_axis,
   read_slots,
 )
+from longstraw_jax.ops.pages.striping import (
+  WHOLE,
+  max_owners,
+  member_specs,
+  members_divide,
+  on_owners,
+  row_specs,
+  sum_members,
+  sum_owners,
+)
 from longstraw_jax.ops.precision import wide_einsum, widen
 
 
@@ -39,6 +49,13 @@ def _join_heads(x, tokens: int):
 
 
 def _attend_forward(size, q_TNH, rows, place):
+  specs = (WHOLE, row_specs(rows), WHOLE)
+  call = functools.partial(_attend_part, size)
+  return on_owners(place.striping, call, specs, WHOLE)(q_TNH, rows, place)
+
+
+def _attend_part(size, q_TNH, rows, place):
+  """All of the rows, or an owner's part of them and what the others add."""
   tokens, num_heads, width = q_TNH.shape
   kv_heads, value_width = rows["v"].shape[1], rows["v"].shape[-1]
   q = _split_heads(q_TNH, kv_heads) * width**-0.5
@@ -64,13 +81,29 @@ def _attend_forward(size, q_TNH, rows, place):
     jnp.zeros(shape, wide),
   )
   o, top, total = lax.fori_loop(0, block_trips(place, size), body, carry)
+  if place.striping is not None:
+    highest = max_owners(top)
+    part = jnp.concatenate([o, total[..., None]], axis=-1)
+    part = sum_owners(part * jnp.exp(top - highest)[..., None])
+    o, top, total = part[..., :-1], highest, part[..., -1]
   empty = total == 0
   total = jnp.where(empty, 1.0, total)
   lse = jnp.where(empty, EMPTY_LSE, top + jnp.log(total))
   return _join_heads(o / total[..., None], tokens), _join_heads(lse, tokens)
 
 
-def _attend_backward(size, saved, cotangents, rows, place, tap):
+def _attend_backward(size, folded, saved, cotangents, rows, place, tap):
+  tokens = member_specs(folded)
+  call = functools.partial(_attend_backward_part, size, folded)
+  return on_owners(
+    place.striping,
+    call,
+    (tokens, tokens, row_specs(rows), WHOLE, row_specs(tap)),
+    (tokens, row_specs(tap)),
+  )(saved, cotangents, rows, place, tap)
+
+
+def _attend_backward_part(size, folded, saved, cotangents, rows, place, tap):
   """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2)."""
   q_TNH, o_TNH, lse_TN = saved
   do_TNH, dlse_TN = cotangents
@@ -96,6 +129,8 @@ def _attend_backward(size, saved, cotangents, rows, place, tap):
       dk = wide_einsum("kth,kts->khs", q, dscores).swapaxes(1, 2)
       narrow = weights.astype(q.dtype)
       dv = wide_einsum("kth,kts->khs", do, narrow).swapaxes(1, 2)
+      if folded and place.striping is not None:
+        dk, dv = sum_members((dk, dv))
       tap = tap | {
         "k": add_block(tap["k"], place.layer, offset, dk),
         "v": add_block(tap["v"], place.layer, offset, dv),
@@ -104,16 +139,18 @@ def _attend_backward(size, saved, cotangents, rows, place, tap):
 
   carry = (jnp.zeros(q.shape, widen(q).dtype), tap)
   dq, tap = lax.fori_loop(0, block_trips(place, size), body, carry)
+  if place.striping is not None:
+    dq = sum_owners(dq)
   return _join_heads(dq, tokens).astype(q_TNH.dtype), tap
 
 
 @functools.cache
-def _attend_backward_members(size: int):
+def _attend_backward_members(size: int, folded: bool = False):
   """The backward pass with its own rule for a batch of members."""
 
   @custom_vmap
   def backward(saved, cotangents, rows, place, tap):
-    return _attend_backward(size, saved, cotangents, rows, place, tap)
+    return _attend_backward(size, folded, saved, cotangents, rows, place, tap)
 
   @backward.def_vmap
   def rule(axis_size, batched, saved, cotangents, rows, place, tap):
@@ -122,15 +159,15 @@ def _attend_backward_members(size: int):
     )
     if any_batched(batched[2:]):
       pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
-      dq, tap = jax.vmap(functools.partial(_attend_backward, size))(
-        saved, cotangents, *pages
-      )
+      one = functools.partial(_attend_backward, size, False)
+      dq, tap = jax.vmap(one)(saved, cotangents, *pages)
       return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
     # Members that share the rows are only more queries over them.
     fold = lambda x: x.reshape(-1, *x.shape[2:])
     q = saved[0]
     saved, cotangents = jax.tree.map(fold, (saved, cotangents))
-    dq, tap = backward(saved, cotangents, rows, place, tap)
+    together = _attend_backward_members(size, members_divide(axis_size))
+    dq, tap = together(saved, cotangents, rows, place, tap)
     return (dq.reshape(q.shape), tap), (
       True,
       jax.tree.map(lambda _: False, tap),
@@ -182,5 +219,5 @@ def attend(
     lse = EMPTY_LSE.
   """
   rows = {"k": segment.rows["k"], "v": segment.rows["v"]}
-  size = min(size, segment.capacity)
+  size = segment.block_size(size)
   return _attend(size, q_TNH, rows, Place.of(segment), segment.tap)

@@ -21,6 +21,16 @@ from longstraw_jax.ops.pages.segment import (
   give_member_axis,
   read_slots,
 )
+from longstraw_jax.ops.pages.striping import (
+  WHOLE,
+  max_owners,
+  member_specs,
+  members_divide,
+  on_owners,
+  row_specs,
+  sum_members,
+  sum_owners,
+)
 from longstraw_jax.ops.precision import widen
 from longstraw_jax.types import Tree
 
@@ -40,6 +50,12 @@ class _Members:
 
 
 def _blocks_forward(part, size, operands, rows, place):
+  call = functools.partial(_blocks_part, part, size)
+  specs = (WHOLE, row_specs(rows), WHOLE)
+  return on_owners(place.striping, call, specs, WHOLE)(operands, rows, place)
+
+
+def _blocks_part(part, size, operands, rows, place):
   def block_of(index):
     block, positions, filled, _ = read_slots(rows, place, index, size)
     o, lse = part(operands, block, positions, filled)
@@ -61,10 +77,32 @@ def _blocks_forward(part, size, operands, rows, place):
     jnp.zeros(shapes[0].shape, shapes[0].dtype),
     jnp.full(shapes[1].shape, EMPTY_LSE, shapes[1].dtype),
   )
-  return lax.fori_loop(0, block_trips(place, size), body, carry)
+  o, lse = lax.fori_loop(0, block_trips(place, size), body, carry)
+  if place.striping is None:
+    return o, lse
+  top = max_owners(lse)
+  # An empty part weighs nothing beside a filled one; all empty, they are 0.
+  weight = jnp.where(lse <= EMPTY_LSE, 0.0, jnp.exp(lse - top))
+  o, total = sum_owners((weight[..., None] * o, weight))
+  empty = total == 0
+  total = jnp.where(empty, 1.0, total)
+  return o / total[..., None], jnp.where(empty, EMPTY_LSE, top + jnp.log(total))
 
 
-def _blocks_backward(part, size, saved, cotangents, rows, place, tap):
+def _blocks_backward(part, size, folded, saved, cotangents, rows, place, tap):
+  tokens = member_specs(folded)
+  call = functools.partial(_blocks_backward_part, part, size, folded)
+  return on_owners(
+    place.striping,
+    call,
+    (tokens, tokens, row_specs(rows), WHOLE, row_specs(tap)),
+    (tokens, row_specs(tap)),
+  )(saved, cotangents, rows, place, tap)
+
+
+def _blocks_backward_part(
+  part, size, folded, saved, cotangents, rows, place, tap
+):
   """Pulls back one block at a time; nothing was saved for any block.
 
   With the final (o, lse), block b entered with weight w = exp(lse_b - lse):
@@ -88,6 +126,8 @@ def _blocks_backward(part, size, saved, cotangents, rows, place, tap):
     )
     doperands = jax.tree.map(jnp.add, doperands, grads)
     if tap is not None:
+      if folded and place.striping is not None:
+        drows = sum_members(drows)
       tap = {
         name: add_block(buffer, place.layer, offset, drows[name])
         for name, buffer in tap.items()
@@ -95,14 +135,17 @@ def _blocks_backward(part, size, saved, cotangents, rows, place, tap):
     return doperands, tap
 
   carry = (jax.tree.map(jnp.zeros_like, operands), tap)
-  return lax.fori_loop(0, block_trips(place, size), body, carry)
+  grads, tap = lax.fori_loop(0, block_trips(place, size), body, carry)
+  return (grads if place.striping is None else sum_owners(grads)), tap
 
 
 @functools.cache
-def _blocks_backward_members(part: Part, size: int):
+def _blocks_backward_members(part: Part, size: int, folded: bool = False):
   @custom_vmap
   def backward(saved, cotangents, rows, place, tap):
-    return _blocks_backward(part, size, saved, cotangents, rows, place, tap)
+    return _blocks_backward(
+      part, size, folded, saved, cotangents, rows, place, tap
+    )
 
   @backward.def_vmap
   def rule(axis_size, batched, saved, cotangents, rows, place, tap):
@@ -112,11 +155,12 @@ def _blocks_backward_members(part: Part, size: int):
     every = lambda tree, value: jax.tree.map(lambda _: value, tree)
     if any_batched(batched[2:]):
       pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
-      out = jax.vmap(functools.partial(_blocks_backward, part, size))(
-        saved, cotangents, *pages
-      )
+      one = functools.partial(_blocks_backward, part, size, False)
+      out = jax.vmap(one)(saved, cotangents, *pages)
       return out, every(out, True)
-    shared = _blocks_backward_members(_Members(part), size)
+    shared = _blocks_backward_members(
+      _Members(part), size, members_divide(axis_size)
+    )
     doperands, tap = shared(saved, cotangents, rows, place, tap)
     return (doperands, tap), (every(doperands, True), every(tap, False))
 
@@ -164,6 +208,6 @@ def attend_blocks(
     ((o, lse), tap) merged over all filled blocks, float32 or wider, and the
     tap as handed on.
   """
-  size = min(size, segment.capacity)
+  size = segment.block_size(size)
   place = Place.of(segment)
   return _attend_blocks(part, size, operands, segment.rows, place, segment.tap)

@@ -16,6 +16,12 @@ from longstraw_jax.ops.pages.segment import (
   give_member_axis,
   read_slots,
 )
+from longstraw_jax.ops.pages.striping import (
+  WHOLE,
+  on_owners,
+  row_specs,
+  sum_owners,
+)
 
 
 @custom_vmap
@@ -65,71 +71,110 @@ def read_block(
 ) -> tuple[tuple[dict, Int[Array, "B"], Bool[Array, "B"]], dict | None]:
   """Rows [index * size, (index + 1) * size) of a segment, for few reads.
 
+  Of pages that devices share, every device gets the block.
+
   Returns:
     ((rows, positions, filled), tap). Rows that are not filled hold anything:
     mask them.
   """
   size = min(size, segment.capacity)
   place = Place.of(segment)
+  if place.striping is not None:
+    return _read_shared_block(segment, index, size)
   return _read_block(size, index, segment.rows, place, segment.tap)
+
+
+def _read_shared_block(segment: Segment, index, size: int):
+  """read_block by position, of pages that devices share."""
+  wanted = jnp.asarray(index, jnp.int32) * size
+  offset = jnp.minimum(wanted, segment.capacity - size)
+  offsets = offset + jnp.arange(size, dtype=jnp.int32)
+  positions = segment.start + offsets
+  (block, inside), tap = gather_rows(segment, positions, tuple(segment.rows))
+  block = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2), block)
+  return (block, positions, inside & (offsets >= wanted)), tap
 
 
 # --- Chosen rows -----------------------------------------------------------
 
 
-@custom_vmap
-def _scatter_rows(tap, layer, slots, drows):
-  """Adds rows [Q, A, H] into tap[layer, slots]; out of range is dropped."""
+def _rows_at(buffer: Array, layer, slots):
+  """The index of rows `slots` of one layer, whatever axes lie between."""
+  return buffer.at[layer, ..., slots, :]
+
+
+def _scatter_part(tap, place, positions, drows):
+  slots, _ = place.slot_of(positions - place.start)
   return {
-    name: buffer.at[layer, slots].add(
+    name: _rows_at(buffer, place.layer, slots).add(
       drows[name].astype(buffer.dtype), mode="drop"
     )
     for name, buffer in tap.items()
   }
 
 
+@custom_vmap
+def _scatter_rows(tap, place, positions, drows):
+  """Adds rows [Q, A, H] at their positions; what lies outside is dropped."""
+  specs = row_specs(tap)
+  return on_owners(
+    place.striping, _scatter_part, (specs, WHOLE, WHOLE, WHOLE), specs
+  )(tap, place, positions, drows)
+
+
 @_scatter_rows.def_vmap
-def _scatter_rows_members(axis_size, batched, tap, layer, slots, drows):
+def _scatter_rows_members(axis_size, batched, tap, place, positions, drows):
   if any_batched(batched[:2]):
-    args = give_member_axis(axis_size, batched, (tap, layer, slots, drows))
+    args = give_member_axis(axis_size, batched, (tap, place, positions, drows))
     tap = jax.vmap(_scatter_rows.fun)(*args)
     return tap, jax.tree.map(lambda _: True, tap)
-  slots, drows = give_member_axis(axis_size, batched[2:], (slots, drows))
+  positions, drows = give_member_axis(
+    axis_size, batched[2:], (positions, drows)
+  )
   fold = lambda x: x.reshape(-1, *x.shape[2:])
-  tap = _scatter_rows(tap, layer, *jax.tree.map(fold, (slots, drows)))
+  tap = _scatter_rows(tap, place, *jax.tree.map(fold, (positions, drows)))
   return tap, jax.tree.map(lambda _: False, tap)
 
 
-def _gather(names, rows, place, positions):
-  slots = positions - place.start
-  inside = (slots >= 0) & (slots < place.length)
-  capacity = rows[names[0]].shape[-2]
-  # Behind the end, not -1: that would wrap to the last row.
-  slots = jnp.where(inside, slots, capacity)
+def _gather_part(names, rows, place, positions):
+  slots, inside = place.slot_of(positions - place.start)
   taken = {
-    name: rows[name].at[place.layer, slots].get(mode="fill", fill_value=0)
+    name: _rows_at(rows[name], place.layer, slots).get(
+      mode="fill", fill_value=0
+    )
     for name in names
   }
-  return taken, inside, slots
+  if place.striping is None:
+    return taken, inside
+  return sum_owners((taken, inside.astype(jnp.int8)))
+
+
+def _gather(names, rows, place, positions):
+  rows = {name: rows[name] for name in names}
+  call = functools.partial(_gather_part, names)
+  specs = (row_specs(rows), WHOLE, WHOLE)
+  taken, inside = on_owners(place.striping, call, specs, WHOLE)(
+    rows, place, positions
+  )
+  return taken, inside.astype(bool)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_rows(names, positions, rows, place, tap):
-  taken, inside, _ = _gather(names, rows, place, positions)
-  return (taken, inside), tap
+  return _gather(names, rows, place, positions), tap
 
 
 def _gather_rows_fwd(names, positions, rows, place, tap):
-  taken, inside, slots = _gather(names, rows, place, positions)
-  return ((taken, inside), tap), (place.layer, slots)
+  out = _gather(names, rows, place, positions)
+  return (out, tap), (place, positions)
 
 
 def _gather_rows_bwd(names, residuals, cotangents):
-  layer, slots = residuals
+  place, positions = residuals
   (drows, _), dtap = cotangents
   if dtap is not None:
     part = {name: dtap[name] for name in names}
-    dtap = dtap | _scatter_rows(part, layer, slots, drows)
+    dtap = dtap | _scatter_rows(part, place, positions, drows)
   return None, None, None, dtap
 
 

@@ -6,6 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from longstraw_jax.ops.pages.striping import Striping
 from longstraw_jax.types import Tree
 
 EMPTY_LSE = -1e30  # log-sum-exp of nothing; its weight in a merge is exactly 0
@@ -26,6 +27,7 @@ class Segment:
     layer: which repeat is meant.
     length: how many of the S rows are filled.
     start: position of row 0; row i stands at start + i.
+    striping: how devices share the rows; None where each holds them all.
   """
 
   rows: dict[str, Array]
@@ -33,6 +35,16 @@ class Segment:
   layer: Int[Array, ""]
   length: Int[Array, ""]
   start: Int[Array, ""]
+  striping: Striping | None = struct.field(pytree_node=False, default=None)
+
+  @property
+  def shards(self) -> int:
+    """Devices that share the rows."""
+    return self.striping.shards if self.striping else 1
+
+  def block_size(self, wanted: int) -> int:
+    """Rows that a device can read at once, at most `wanted`."""
+    return min(wanted, self.capacity // self.shards)
 
   @property
   def capacity(self) -> int:
@@ -47,10 +59,33 @@ class Place:
   layer: Int[Array, ""]
   length: Int[Array, ""]
   start: Int[Array, ""]
+  striping: Striping | None = struct.field(pytree_node=False, default=None)
 
   @classmethod
   def of(cls, segment: Segment) -> "Place":
-    return cls(layer=segment.layer, length=segment.length, start=segment.start)
+    return cls(
+      layer=segment.layer,
+      length=segment.length,
+      start=segment.start,
+      striping=segment.striping,
+    )
+
+  def offset_of(self, slots):
+    """Where slots of the buffer at hand stand in the sequence."""
+    return slots if self.striping is None else self.striping.offset_of(slots)
+
+  def slot_of(self, offsets):
+    """Slots, in the buffer at hand, of filled places in the sequence.
+
+    Returns:
+      (slots, inside): those not inside stand behind the end, at 2^30.
+    """
+    inside = (offsets >= 0) & (offsets < self.length)
+    if self.striping is not None:
+      offsets, mine = self.striping.slot_of(offsets)
+      inside = inside & mine
+    # Behind the end, not -1: that would wrap to the last row.
+    return jnp.where(inside, offsets, 2**30), inside
 
 
 def slice_rows(buffer: Array, layer, offset, size: int) -> Array:
@@ -75,6 +110,8 @@ def add_block(buffer: Array, layer, offset, block: Array) -> Array:
 def read_slots(rows: dict, place: Place, index, size: int):
   """Block `index`: its rows, positions, which are filled, and its offset.
 
+  Blocks count slots of the buffer at hand, an owner's own where it is shared.
+
   The last block of a capacity that `size` does not divide is moved back
   instead of clamped silently; rows that belong to the block before it are
   marked as not filled.
@@ -87,13 +124,17 @@ def read_slots(rows: dict, place: Place, index, size: int):
     for name, buffer in rows.items()
   }
   slots = offset + jnp.arange(size, dtype=jnp.int32)
-  filled = (slots >= wanted) & (slots < place.length)
-  return block, place.start + slots, filled, offset
+  offsets = place.offset_of(slots)
+  filled = (slots >= wanted) & (offsets < place.length)
+  return block, place.start + offsets, filled, offset
 
 
 def block_trips(place: Place, size: int) -> Int[Array, ""]:
-  """Blocks of `size` rows that hold a filled one."""
-  return lax.div(place.length + (size - 1), jnp.int32(size))
+  """Blocks of `size` slots that hold a filled one."""
+  filled = place.length
+  if place.striping is not None:
+    filled = place.striping.filled_slots(place.length)
+  return lax.div(filled + (size - 1), jnp.int32(size))
 
 
 def any_batched(tree: Tree) -> bool:

@@ -1,0 +1,122 @@
+"""Pages that several devices share: who holds which row, and reads per owner.
+
+A sequence is stored chunk by chunk. Each of n devices holds C / n consecutive
+tokens of every chunk of C, so that all have the same work at every length and
+a new chunk is written where it was computed. The global array keeps the shape
+[..., S, H]: device d holds its slots [d S / n, (d + 1) S / n), in the order
+of positions, which is not the order of the whole array.
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from longstraw_jax.sharding import MESH_AXES, num_shards, spec
+from longstraw_jax.types import Tree
+
+_ROWS = MESH_AXES["rows"]
+WHOLE = PartitionSpec()  # every device holds all of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Striping:
+  """Chunks of `chunk` tokens, dealt to `shards` devices in equal shares."""
+
+  chunk: int
+  shards: int
+
+  @classmethod
+  def of_mesh(cls, chunk: int) -> "Striping | None":
+    """What the current mesh makes of chunks of this size.
+
+    Raises:
+      ValueError: the devices do not divide a chunk.
+    """
+    shards = num_shards("rows")
+    if shards == 1:
+      return None
+    if chunk % shards:
+      raise ValueError(
+        f"chunk_size={chunk} cannot be dealt to {shards} devices: give a "
+        f"multiple of {shards}"
+      )
+    return cls(chunk=chunk, shards=shards)
+
+  @property
+  def share(self) -> int:
+    """Tokens of one chunk on one device."""
+    return self.chunk // self.shards
+
+  def offset_of(self, slots: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Where this device's slots stand in the sequence; inside on_owners."""
+    within = lax.axis_index(_ROWS) * self.share + slots % self.share
+    return slots // self.share * self.chunk + within
+
+  def slot_of(self, offsets: Int[Array, "..."]):
+    """This device's slots of places in the sequence, and which it owns."""
+    within = offsets % self.chunk
+    mine = within // self.share == lax.axis_index(_ROWS)
+    return offsets // self.chunk * self.share + within % self.share, mine
+
+  def filled_slots(self, length) -> Int[Array, ""]:
+    """A bound on the filled slots of any device."""
+    chunks = lax.div(length + (self.chunk - 1), jnp.int32(self.chunk))
+    return chunks * self.share
+
+
+def row_specs(tree: Tree) -> Tree:
+  """Specs of buffers [..., S, H] with their token axis over the devices."""
+  axes = lambda x: (None,) * (x.ndim - 2) + ("rows", None)
+  return jax.tree.map(lambda x: spec(*axes(x)), tree)
+
+
+def on_owners(
+  striping: Striping | None, fn: Callable, in_specs: tuple, out_specs: Tree
+) -> Callable:
+  """`fn` as every owner of rows runs it on its part; as is without owners."""
+  if striping is None:
+    return fn
+  shards = num_shards("rows")
+  if shards != striping.shards:
+    raise ValueError(
+      f"these pages are dealt to {striping.shards} devices, but the current "
+      f"mesh has {shards} for them: use the mesh they were captured on"
+    )
+  return jax.shard_map(
+    fn, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+
+
+def members_divide(number: int) -> bool:
+  """Whether the mesh deals so many members to its devices evenly."""
+  return number % num_shards("members") == 0
+
+
+def member_specs(folded: bool) -> PartitionSpec:
+  """Specs of what has a row a token, of several members where folded."""
+  return spec("members") if folded else WHOLE
+
+
+def sum_owners(tree: Tree) -> Tree:
+  """Sums what the owners computed; inside on_owners."""
+  return lax.psum(tree, _ROWS)
+
+
+def max_owners(x: Array) -> Array:
+  """The largest of what the owners computed; inside on_owners."""
+  return lax.pmax(x, _ROWS)
+
+
+def gather_owners(tree: Tree) -> Tree:
+  """Lists [Q, A] of all owners side by side, [Q, n A]; inside on_owners."""
+  return lax.all_gather(tree, _ROWS, axis=1, tiled=True)
+
+
+def sum_members(tree: Tree) -> Tree:
+  """Sums over members on other devices; inside on_owners."""
+  return lax.psum(tree, MESH_AXES["members"])

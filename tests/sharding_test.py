@@ -1,0 +1,227 @@
+"""Gradients on meshes of virtual devices against one device, every leaf."""
+
+import dataclasses
+import functools
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from longstraw_jax import (
+  PRESETS,
+  Group,
+  Model,
+  PolicyObjective,
+  capture,
+  group_gradient,
+  make_mesh,
+  place_at_rest,
+  replay,
+  rollout,
+)
+from longstraw_jax.ops.pages import Striping
+from longstraw_jax.sharding import num_shards, rest_specs
+from longstraw_jax.testing.baselines import bounded_gradient, constant_tokens
+from longstraw_jax.testing.compare import assert_gradients_close
+
+# Divided by no number of devices: the last chunk is partly filled, and the
+# borders between devices lie inside the response.
+LENGTH, CHUNK, ROOM = 45, 16, 5
+PROMPT = np.random.default_rng(0).integers(0, 61, LENGTH).astype(np.int32)
+OBJECTIVE = PolicyObjective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.9)
+
+
+@functools.cache
+def build(name: str) -> tuple[Model, object]:
+  config = dataclasses.replace(
+    PRESETS[name],
+    dtype="float64",
+    param_dtype="float64",
+    norm_eps=1e-3,
+    stages=tuple(
+      dataclasses.replace(stage, repeats=1) for stage in PRESETS[name].stages
+    ),
+  )
+  model, random = Model(config), np.random.default_rng(1)
+  params = jax.tree.map(
+    lambda x: x + 0.1 * random.normal(size=x.shape),
+    jax.jit(model.init)(jax.random.key(0)),
+  )
+  return model, params
+
+
+def make_group() -> Group:
+  random = np.random.default_rng(2)
+  near = lambda: jnp.asarray(-4 + random.normal(size=(3, ROOM)))
+  return Group.create(
+    random.integers(0, 61, (3, ROOM)),
+    [ROOM, 4, 2],
+    rewards=jnp.ones(3),
+    advantages=jnp.array([1.0, -0.7, 0.4]),
+    old_logprobs=near(),
+    ref_logprobs=near(),
+    sampling_logprobs=near(),
+  )
+
+
+@functools.cache
+def oracle(name: str, scope: str):
+  """Conventional autodiff on one device."""
+  model, params = build(name)
+  boundary = constant_tokens(scope, LENGTH, CHUNK, 2)
+  return jax.device_get(
+    bounded_gradient(
+      model,
+      params,
+      jnp.asarray(PROMPT),
+      make_group(),
+      OBJECTIVE,
+      jnp.int32(LENGTH),
+      jnp.int32(boundary),
+    )[:2]
+  )
+
+
+def on_mesh(name, scope, context, member, **options):
+  model, params = build(name)
+  mesh = make_mesh(context, member)
+  with jax.set_mesh(mesh):
+    return group_gradient(
+      model,
+      place_at_rest(params, mesh),
+      PROMPT,
+      make_group(),
+      OBJECTIVE,
+      chunk_size=CHUNK,
+      grad_scope=scope,
+      tail_chunks=2 if scope == "tail" else None,
+      **options,
+    )[:2]
+
+
+def check(name, scope, context, member, **options) -> None:
+  expected_loss, expected = oracle(name, scope)
+  loss, grads = on_mesh(name, scope, context, member, **options)
+  np.testing.assert_allclose(loss, expected_loss, 1e-12)
+  assert_gradients_close(jax.device_get(grads), expected, 1e-12)
+
+
+SHAPES = ((1, 1), (2, 1), (4, 2), (8, 1), (2, 4))
+DEFAULT = (
+  ("tiny-hybrid", "full", 4, 2, {"block_size": 2}),
+  ("tiny-moe", "full", 2, 1, {}),
+  ("tiny-glm", "full", 8, 1, {}),
+)
+FAMILIES = ("tiny-hybrid", "tiny-moe", "tiny-glm")
+
+
+@pytest.mark.slow
+class EveryMeshTest(parameterized.TestCase):
+  @parameterized.product(
+    name=FAMILIES,
+    scope=("full", "response_only", "tail"),
+    shape=SHAPES,
+  )
+  def test_every_leaf(self, name, scope, shape):
+    block = 2 if sum(shape) % 2 else None
+    check(name, scope, *shape, block_size=block)
+
+
+class MeshTest(parameterized.TestCase):
+  @parameterized.parameters(*DEFAULT)
+  def test_every_leaf(self, name, scope, context, member, options):
+    check(name, scope, context, member, **options)
+
+  def test_members_keep_their_scores(self):
+    """Replay and rollout on a mesh give what one device gives."""
+    model, params = build("tiny-hybrid")
+    group = make_group()
+
+    def run(params):
+      state = capture(model, params, PROMPT, chunk_size=CHUNK)
+      scores = replay(model, params, state, group.responses, group.lengths)
+      sampled = rollout(
+        model, params, state, jax.random.key(5), group_size=4, max_tokens=4
+      )
+      return scores, sampled.responses, sampled.old_logprobs
+
+    expected = run(params)
+    mesh = make_mesh(4, 2)
+    with jax.set_mesh(mesh):
+      found = run(place_at_rest(params, mesh))
+    np.testing.assert_array_equal(found[1], expected[1])
+    for a, b in zip(found[::2], expected[::2], strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-12)
+
+  def test_weights_and_gradients_are_shared_out(self):
+    model, params = build("tiny-hybrid")
+    mesh = make_mesh(4, 2)
+    placed = place_at_rest(params, mesh)
+    kernel = placed.trainable["stage_0"]["layer_1"]["mixer"]["q_proj"]["kernel"]
+    shard = kernel.addressable_shards[0].data
+    self.assertEqual(4 * shard.shape[1], kernel.shape[1])
+    _, grads = on_mesh("tiny-hybrid", "full", 4, 2, block_size=2)
+    with jax.set_mesh(mesh):
+      specs = rest_specs(grads)
+    wanted = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
+    for leaf, sharding in zip(
+      jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True
+    ):
+      self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
+      # Devices that hold the same part hold the same bits.
+      parts = {}
+      for shard in leaf.addressable_shards:
+        same = parts.setdefault(str(shard.index), np.asarray(shard.data))
+        np.testing.assert_array_equal(np.asarray(shard.data), same)
+
+  def test_pages_are_dealt_chunk_by_chunk(self):
+    model, params = build("tiny-hybrid")
+    plain = capture(model, params, PROMPT, chunk_size=CHUNK)
+    mesh = make_mesh(4)
+    with jax.set_mesh(mesh):
+      state = capture(
+        model, place_at_rest(params, mesh), PROMPT, chunk_size=CHUNK
+      )
+    self.assertEqual(state.striping, Striping(chunk=CHUNK, shards=4))
+    k = state.pages["stage_0"]["layer_1"]["k"]
+    whole = np.asarray(plain.pages["stage_0"]["layer_1"]["k"])
+    share = CHUNK // 4
+    for shard in k.addressable_shards:
+      device = shard.index[-2].start // shard.data.shape[-2]
+      for chunk in range(shard.data.shape[-2] // share):
+        held = np.asarray(shard.data)[..., chunk * share :, :][..., :share, :]
+        first = chunk * CHUNK + device * share
+        filled = max(0, min(share, LENGTH - 1 - first))
+        np.testing.assert_allclose(
+          held[..., :filled, :],
+          whole[..., first : first + filled, :],
+          atol=1e-12,
+        )
+
+
+class RefusalTest(parameterized.TestCase):
+  def test_a_chunk_that_devices_do_not_divide(self):
+    model, params = build("tiny-hybrid")
+    with jax.set_mesh(make_mesh(4)):
+      with self.assertRaisesRegex(ValueError, "chunk_size=6.*multiple of 4"):
+        capture(model, params, PROMPT, chunk_size=6)
+
+  def test_pages_of_another_mesh(self):
+    model, params = build("tiny-hybrid")
+    group = make_group()
+    with jax.set_mesh(make_mesh(2)):
+      state = capture(model, params, PROMPT, chunk_size=CHUNK)
+    with jax.set_mesh(make_mesh(4)):
+      with self.assertRaisesRegex(ValueError, "dealt to 2 devices"):
+        replay(model, params, state, group.responses, group.lengths)
+
+  @parameterized.parameters((0, 1), (1, 0), (64, 1))
+  def test_sizes_of_a_mesh(self, context, member):
+    with self.assertRaisesRegex(ValueError, "context=.*|member="):
+      make_mesh(context, member)
+
+  def test_without_a_mesh_nothing_is_sharded(self):
+    self.assertEqual(num_shards("rows"), 1)
+    self.assertIsNone(Striping.of_mesh(7))
