@@ -68,18 +68,23 @@ def _capture(model, engine: EngineConfig, params, prompt, prompt_id, step):
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def rollout_groups(
   model: Model,
   engine: EngineConfig,
   sampling: SamplingConfig,
   stop_ids: tuple[int, ...],
+  keep_states: bool,
   learner: Learner,
   prompts: Int[Array, "B P"],
   prompt_ids: Int[Array, "B"],
   keys: jax.Array,
-) -> tuple[PromptState, Group]:
-  """Captures every prompt and samples its group; a leading axis B on both."""
+) -> tuple[PromptState | None, Group]:
+  """Captures every prompt and samples its group; a leading axis B on both.
+
+  States are the size of their prompts: without `keep_states` only those of
+  `prompts_at_once` prompts exist together, and None is returned for them.
+  """
 
   def one(prompt, prompt_id, key):
     state = _capture(
@@ -94,7 +99,7 @@ def rollout_groups(
       stop_ids=stop_ids,
       record_choices=engine.replay_choices,
     )
-    return state, group
+    return (state if keep_states else None), group
 
   return per_prompt(one, engine.prompts_at_once, prompts, prompt_ids, keys)
 

@@ -1,6 +1,7 @@
 """One step of the loop against what it is made of."""
 
 import dataclasses
+import functools
 
 from absl.testing import parameterized
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from longstraw_jax import PRESETS, Group, Model, PolicyObjective
 from longstraw_jax.rewards import RewardError
-from longstraw_jax.steps import make_learner, score_reference
+from longstraw_jax.steps import make_learner, rollout_groups, score_reference
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.testing.baselines import group_scores
 from longstraw_jax.tokenizer import ByteTokenizer
@@ -139,6 +140,23 @@ class StepTest(parameterized.TestCase):
     first, again = (trainer.evaluate(learner, 5, 4) for _ in range(2))
     self.assertEqual(first.shape, (5,))
     np.testing.assert_array_equal(first, again)
+
+  def test_evaluation_keeps_no_state(self):
+    """128 prompts of 4,096 tokens would be 24 GB with SmolLM2."""
+    trainer = _trainer()
+    learner = make_learner(PARAMS, BASE.optimizer)
+    prompts = jnp.stack(
+      [jnp.asarray(e.prompt_ids) for e in trainer.examples(0)]
+    )
+    static = (MODEL, BASE.engine, BASE.sampling, trainer.stop_ids)
+
+    def outputs(keep_states):
+      call = functools.partial(rollout_groups, *static, keep_states)
+      keys = jax.random.split(jax.random.key(0), 2)
+      return jax.eval_shape(call, learner, prompts, jnp.arange(2), keys)[0]
+
+    self.assertIsNone(outputs(False))
+    self.assertIsNotNone(outputs(True))
 
   def test_supervised_steps_learn_the_answers(self):
     trainer = _trainer()
