@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from longstraw_jax.checks import CONSTANT_SCOPES
-from longstraw_jax.ops.pages import WHOLE, Striping, on_owners, row_specs
+from longstraw_jax.ops.pages import (
+  WHOLE,
+  Striping,
+  on_owners,
+  row_specs,
+  store,
+)
 from longstraw_jax.types import Tree
 
 
@@ -88,13 +94,13 @@ def write_rows(
     def one(buffer, new):
       starts = [jnp.int32(0)] * buffer.ndim
       starts[-2] = offset
-      return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), starts)
+      return lax.dynamic_update_slice(buffer, new, starts)
 
     return jax.tree.map(one, buffers, rows)
 
   specs = row_specs(buffers)
   return on_owners(striping, write, (specs, specs, WHOLE), specs)(
-    buffers, rows, _own_offset(striping, offset)
+    buffers, store(rows, buffers), _own_offset(striping, offset)
   )
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.pages import Striping
+from longstraw_jax.ops.pages import Striping, wide_zeros
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.sharding import constrain, constrain_at_rest, member_vmap
 from longstraw_jax.state import (
@@ -329,10 +329,7 @@ def walk_backward(
     The sums with this job's share added.
   """
   if own is None and job.blocks > 1:
-    own = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)),
-      model.gradient_rows(rows),
-    )
+    own = wide_zeros(model.gradient_rows(rows))
   last = job.filled_blocks - 1
 
   def body(step, sums):
