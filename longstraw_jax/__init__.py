@@ -1,6 +1,6 @@
 """GRPO over very long shared prompts, with exact gradients through them."""
 
-from longstraw_jax.capture import capture
+from longstraw_jax.capture import capture, extend
 from longstraw_jax.config import (
   AttentionConfig,
   DeltaConfig,
@@ -75,6 +75,7 @@ __all__ = [
   "capture",
   "constrain",
   "drop_lora",
+  "extend",
   "gather_rows",
   "group_advantages",
   "group_gradient",
