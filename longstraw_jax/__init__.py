@@ -42,6 +42,7 @@ from longstraw_jax.replay import replay, replay_scores
 from longstraw_jax.rollout import rollout
 from longstraw_jax.sharding import constrain, make_mesh, place_at_rest
 from longstraw_jax.state import PromptState
+from longstraw_jax.state_files import load_state, save_state
 from longstraw_jax.types import Group, Span
 from longstraw_jax.weights.export import save_pretrained
 from longstraw_jax.weights.load import load_pretrained
@@ -81,6 +82,7 @@ __all__ = [
   "group_gradient",
   "has_lora",
   "load_pretrained",
+  "load_state",
   "make_mesh",
   "merge",
   "merge_lora",
@@ -91,6 +93,7 @@ __all__ = [
   "replay_scores",
   "rollout",
   "save_pretrained",
+  "save_state",
   "sequence_logprobs",
   "split_params",
 ]
