@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
-from longstraw_jax.checks import check_group, check_prompt
+from longstraw_jax.checks import check_group, check_tokens
 from longstraw_jax.distributed import from_leader
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.objectives import (
@@ -66,7 +66,7 @@ class Trainer:
   def _prompts(self, examples) -> tuple[Array, Array]:
     prompts = np.stack([e.prompt_ids for e in examples])
     for prompt in prompts:
-      check_prompt(prompt, None, None, self.model.config.vocab_size)
+      check_tokens("prompt", prompt, None, self.model.config.vocab_size)
     ids = np.asarray([e.prompt_id for e in examples], np.int32)
     return jnp.asarray(prompts), jnp.asarray(ids)
 
