@@ -357,7 +357,7 @@ def walk_backward(
   gradients: Gradients,
   *,
   first_block=0,
-) -> Gradients:
+) -> tuple[Gradients, Tree | None]:
   """Adds one job's gradients by walking its blocks from last to first.
 
   Args:
@@ -374,7 +374,9 @@ def walk_backward(
     first_block: blocks before it are constants.
 
   Returns:
-    The sums with this job's share added.
+    The sums with this job's share added, `carry` being the cotangent at the
+    entry of the first block walked; and the accumulator of the job's own rows,
+    with what the walked blocks added to the rows before them.
   """
   if own is None and job.blocks > 1:
     own = wide_zeros(model.gradient_rows(rows))
@@ -427,9 +429,9 @@ def walk_backward(
   if job.blocks == 1:
     sums = (gradients, own)
     if isinstance(first_block, int) and first_block == 0:
-      return body(jnp.int32(0), sums)[0]
+      return body(jnp.int32(0), sums)
     return lax.cond(
       first_block < 1, lambda s: body(jnp.int32(0), s), lambda s: s, sums
-    )[0]
+    )
   trips = jnp.maximum(last + 1 - first_block, 0)
-  return lax.fori_loop(jnp.int32(0), trips, body, (gradients, own))[0]
+  return lax.fori_loop(jnp.int32(0), trips, body, (gradients, own))
