@@ -269,7 +269,7 @@ def main(argv):
 if __name__ == "__main__":
   common_flags.define("million-hybrid", "million_tokens")
   flags.DEFINE_integer("prompt", 2**20, "Prompt tokens.")
-  flags.DEFINE_integer("chunk_size", 2048, "Tokens processed at once.")
+  flags.DEFINE_integer("chunk_size", 1024, "Tokens processed at once.")
   flags.DEFINE_integer("piece", 2**16, "Tokens between two saves.")
   flags.DEFINE_integer("group_size", 4, "Members.")
   flags.DEFINE_integer("response", 128, "Response tokens.")

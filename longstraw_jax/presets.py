@@ -145,7 +145,9 @@ PRESETS: dict[str, ModelConfig] = {
       vocab_size=258,
       embed_dim=64,
       hidden_dim=128,
-      stages=(Stage(pattern=(DELTA, DELTA, DELTA, ATTENTION), repeats=1),),
+      # Attention in front: what the last layer gives is needed of no prompt
+      # token, and a capture that is compiled for it leaves it out.
+      stages=(Stage(pattern=(ATTENTION, DELTA, DELTA, DELTA), repeats=1),),
       attention=gated_attention(2, 1, 16, rotary_dim=8),
       delta=DeltaConfig(
         num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32
