@@ -160,7 +160,7 @@ def _differentiated_fwd(model, chunk_size, params, tokens, captured, first):
 def _differentiated_bwd(model, chunk_size, residuals, cotangents):
   params, tokens, captured, first, rows, saved = residuals
   page_grads, carry_grads, _ = cotangents
-  sums = walk_backward(
+  sums, _ = walk_backward(
     model,
     params,
     (),
@@ -188,7 +188,7 @@ def reverse_walk(
   state: PromptState,
   page_grads: Tree,
   sums: Gradients,
-) -> Gradients:
+) -> tuple[Gradients, Tree]:
   """Pulls the cotangents of a prompt's pages and carry back to the weights.
 
   Args:
@@ -198,6 +198,9 @@ def reverse_walk(
     state: captured with a differentiated scope.
     page_grads: accumulator of the pages, used up in place.
     sums: parameter gradients so far and the exit carry's cotangent.
+
+  Returns:
+    The sums, and the accumulator, which is of no more use than its memory.
   """
   rows = jax.tree.leaves(state.pages)  # a model may have no rows or no carry
   carries = jax.tree.leaves(state.saved_carries)

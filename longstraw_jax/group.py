@@ -146,7 +146,7 @@ def _group_gradient(
   )
   if state.differentiated:
     (page_grads,) = sums.priors
-    sums = reverse_walk(
+    sums, _ = reverse_walk(
       model, params, prompt, state, page_grads, sums.replace(priors=())
     )
   return loss, sums.params, metrics

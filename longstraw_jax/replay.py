@@ -241,7 +241,7 @@ def replay_batch(
   )
   wanted = sums.carry
   branch = sums.replace(carry=tree_zeros(carry))
-  branch = walk_backward(
+  branch, _ = walk_backward(
     model,
     params,
     priors,

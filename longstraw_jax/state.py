@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from longstraw_jax.checks import CONSTANT_SCOPES
 from longstraw_jax.ops.pages import WHOLE, Striping, on_owners, row_specs
+from longstraw_jax.sharding import carry_specs
 from longstraw_jax.types import Tree
 
 
@@ -72,6 +73,16 @@ class PromptState:
   def differentiated(self) -> bool:
     """Whether a gradient flows through the prompt."""
     return self.grad_scope not in CONSTANT_SCOPES
+
+
+def state_specs(state: PromptState) -> PromptState:
+  """Where a state's arrays are: rows with their owners, carries by head."""
+  specs = jax.tree.map(lambda _: WHOLE, state)
+  return specs.replace(
+    pages=row_specs(state.pages) if state.striping else specs.pages,
+    carry=carry_specs(state.carry),
+    saved_carries=carry_specs(state.saved_carries, lead=2),
+  )
 
 
 def write_rows(

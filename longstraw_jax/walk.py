@@ -24,7 +24,13 @@ from jaxtyping import Array, Float, Int
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.precision import wide_dtype
-from longstraw_jax.sharding import constrain, constrain_at_rest, member_vmap
+from longstraw_jax.sharding import (
+  carry_specs,
+  constrain,
+  constrain_at_rest,
+  constrain_tree,
+  member_vmap,
+)
 from longstraw_jax.state import (
   Pages,
   fill_rows,
@@ -230,6 +236,8 @@ def walk_forward(
     saved = jax.tree.map(
       lambda x: jnp.zeros((job.blocks, *x.shape), x.dtype), carry
     )
+    if not job.batched:
+      saved = constrain_tree(saved, carry_specs(saved, lead=2))
   scored = job.targets is not None
   wide = wide_dtype(model.config.dtype)
   scores = jnp.zeros((*shape, job.tokens.shape[-1] if scored else 0), wide)
@@ -309,7 +317,7 @@ def walk_backward(
   gradients: Gradients,
   *,
   first_block=0,
-) -> Gradients:
+) -> tuple[Gradients, Tree | None]:
   """Adds one job's gradients by walking its blocks from last to first.
 
   Args:
@@ -326,7 +334,8 @@ def walk_backward(
     first_block: blocks before it are constants.
 
   Returns:
-    The sums with this job's share added.
+    The sums with this job's share added, and the accumulator of its own rows:
+    who gave one up has it updated in place.
   """
   if own is None and job.blocks > 1:
     own = jax.tree.map(
@@ -384,9 +393,9 @@ def walk_backward(
   if job.blocks == 1:
     sums = (gradients, own)
     if isinstance(first_block, int) and first_block == 0:
-      return body(jnp.int32(0), sums)[0]
+      return body(jnp.int32(0), sums)
     return lax.cond(
       first_block < 1, lambda s: body(jnp.int32(0), s), lambda s: s, sums
-    )[0]
+    )
   trips = jnp.maximum(last + 1 - first_block, 0)
-  return lax.fori_loop(jnp.int32(0), trips, body, (gradients, own))[0]
+  return lax.fori_loop(jnp.int32(0), trips, body, (gradients, own))
