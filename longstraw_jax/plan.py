@@ -470,6 +470,17 @@ def _bytes_read(phase: str, parts: dict[str, int], config: PlanConfig) -> int:
   return parts["weights"]
 
 
+def _compile(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+  # Without a GPU there is nothing to time candidates on.
+  options = {"xla_gpu_autotune_level": 0}
+  try:
+    return lowered.compile(compiler_options=options)
+  except jax.errors.JaxRuntimeError:
+    # Untimed, Triton's products find no tiles for some tiny odd shapes.
+    options["xla_gpu_enable_triton_gemm"] = False
+    return lowered.compile(compiler_options=options)
+
+
 def _compiled(row: PhasePlan, shapes: _Shapes, mesh: Mesh, keep_text: bool):
   """The row with what the compiler says."""
   function, arguments, donated = shapes.program(row.name)
@@ -478,9 +489,7 @@ def _compiled(row: PhasePlan, shapes: _Shapes, mesh: Mesh, keep_text: bool):
     lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).lower(
       *arguments
     )
-    # Without a GPU there is nothing to time candidates on.
-    options = {"xla_gpu_autotune_level": 0}
-    compiled = lowered.compile(compiler_options=options)
+    compiled = _compile(lowered)
   stats, text = compiled.memory_analysis(), compiled.as_text()
   return dataclasses.replace(
     row,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.plan
 PROMPT, CHUNK, RESPONSE = 2**16 + 1, 512, 64
 
 _SCRIPT = """
-import json, sys
+import dataclasses, json, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 from longstraw_jax import PRESETS, Model
@@ -37,7 +37,9 @@ for preset, device, phase, group in json.loads(sys.argv[1]):
     response=RESPONSE,
     chunk_size=CHUNK,
   )
-  (row,) = plan(Model(PRESETS[preset]), config, phases=[phase])
+  # Round widths: for odd ones the compiler has another path of products.
+  sizes = dataclasses.replace(PRESETS[preset], embed_dim=32, hidden_dim=64)
+  (row,) = plan(Model(sizes), config, phases=[phase])
   rows.append({
     "parts": row.parts,
     "temporaries": row.temporaries,
@@ -59,7 +61,7 @@ CASES = (
 
 
 @functools.cache
-def planned() -> dict[tuple, dict]:
+def _output() -> tuple[str, str]:
   script = _SCRIPT
   for name in ("PROMPT", "CHUNK", "RESPONSE"):
     script = script.replace(name, str(globals()[name]))
@@ -71,9 +73,14 @@ def planned() -> dict[tuple, dict]:
     text=True,
     check=False,
   )
-  if done.returncode:
-    raise RuntimeError(done.stderr)
-  rows = json.loads(done.stdout.splitlines()[-1])
+  return done.stdout, done.stderr
+
+
+def planned() -> dict[tuple, dict]:
+  output, errors = _output()
+  if not output:
+    raise RuntimeError(errors)
+  rows = json.loads(output.splitlines()[-1])
   return dict(zip(CASES, rows, strict=True))
 
 
@@ -93,10 +100,9 @@ class CompiledTest(parameterized.TestCase):
     preset, _, phase, _ = case
     row = planned()[case]
     self.assertEqual(row["parts"]["pages"], page_bytes(preset))
-    if phase != "optimizer":
-      self.assertGreater(row["temporaries"], 0)
-    # The smallest page buffer on a device, index keys of one stage.
-    buffers = {"tiny-hybrid": page_bytes(preset) // 2, "tiny-glm": 2**13 * 32}
+    self.assertGreater(row["temporaries"], 0)
+    # A device's keys, or its latents of one layer.
+    buffers = {"tiny-hybrid": page_bytes(preset) // 2, "tiny-glm": 2**13 * 64}
     self.assertLess(row["largest_collective"], buffers[preset])
 
   @parameterized.parameters(*CASES)
@@ -105,14 +111,12 @@ class CompiledTest(parameterized.TestCase):
     phase = case[2]
     row = planned()[case]
     parts = row["parts"]
-    if phase not in ("branch", "reverse"):
-      parts = parts | {"page_gradients": 0}
     seen = row["arguments"] + row["outputs"] - row["aliased"]
-    if phase not in ("optimizer",):
-      seen += parts["optimizer"]  # beside the program
+    beside = ("optimizer", "tokens")  # not, or not all, in the program
     if phase == "optimizer":
-      seen += parts["pages"] + parts["carries"] + parts["tokens"]
-    self.assertLess(abs(seen - sum(parts.values())), 2**16)
+      beside = ("pages", "carries", "tokens")
+    inside = sum(size for name, size in parts.items() if name not in beside)
+    self.assertBetween(seen, inside, inside + parts["tokens"] + 2**14)
 
   def test_temporaries_do_not_grow_with_the_group(self):
     few, many = (
