@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
 EXTRAS ?= dev
 
-.PHONY: train test test-all test-parity parity test-plan plans lint clean
+.PHONY: train train-2proc test test-all test-parity parity test-plan plans
+.PHONY: lint clean
 
 $(STAMP): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +18,12 @@ $(STAMP): setup.py
 
 train: $(STAMP)
 	$(BIN)/python -m experiments.train_grpo
+
+# The same job as two processes of four CPU devices each.
+train-2proc: $(STAMP)
+	$(BIN)/python -m experiments.launch --processes=2 --devices=4 -- \
+	  experiments.train_grpo --mesh_context=4 --mesh_member=2 \
+	  --out=runs/train_grpo_2proc
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal

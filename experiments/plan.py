@@ -150,6 +150,8 @@ def run(values: dict) -> int:
   sizes = {
     name: values[name] for name in ("read_block", "query_block") if values[name]
   }
+  if values["page_dtype"]:
+    sizes["page_dtype"] = values["page_dtype"]
   model = Model(dataclasses.replace(preset, saved=values["saved"], **sizes))
   config = parse_config(values)
   phases = values["phases"] or scope_phases(config.grad_scope)
@@ -165,7 +167,7 @@ def run(values: dict) -> int:
     preset=values["preset"],
     seed=values["seed"],
     dtype=preset.dtype,
-    page_dtype=preset.dtype,
+    page_dtype=model.config.page_dtype or preset.dtype,
     page_grad_dtype=config.page_grad_dtype,
     grad_scope=config.grad_scope,
     G=config.group,
@@ -250,6 +252,9 @@ def define_flags() -> None:
   flags.DEFINE_string("train", "all", "all, or lora:<rank>.")
   flags.DEFINE_string("base", "bf16", "How frozen weights are stored.")
   flags.DEFINE_string("optimizer", "adamw", "Of the trained weights.")
+  flags.DEFINE_string(
+    "page_dtype", "", "As in ModelConfig; the model's by default."
+  )
   flags.DEFINE_string("saved", "projections", "As in ModelConfig.")
   flags.DEFINE_integer("read_block", 0, "As in ModelConfig; 0 is the preset's.")
   flags.DEFINE_integer("query_block", 0, "The same.")

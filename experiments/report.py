@@ -9,6 +9,7 @@ from typing import Any
 from absl import logging
 
 from longstraw_jax.checkpoint import CheckpointError
+from longstraw_jax.distributed import PeerError
 from longstraw_jax.metrics import device_name, plain, versions
 from longstraw_jax.rewards import RewardError
 
@@ -66,7 +67,7 @@ def exit_code(main: Callable[[list[str]], int]) -> Callable[[list[str]], None]:
     logging.set_verbosity(logging.WARNING)  # jax tells of absent backends
     try:
       code = main(argv)
-    except (ValueError, CheckpointError, RewardError) as error:
+    except (ValueError, CheckpointError, RewardError, PeerError) as error:
       print(f"error: {error}", file=sys.stderr)
       code = 2
     sys.exit(code)

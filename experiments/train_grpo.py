@@ -19,6 +19,7 @@ import numpy as np
 from experiments import config_flags, policies, training
 from experiments.report import exit_code, print_table
 from longstraw_jax import PRESETS
+from longstraw_jax.distributed import is_leader
 from longstraw_jax.run import FINAL, GRPO
 
 REACHED = 0.9
@@ -61,11 +62,15 @@ def main(argv):
   """Trains, and says whether the claim held."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments {argv[1:]}")
+  training.join_processes()
   values = training.flag_values()
   warm = values["warm_start_max_steps"]
   run = training.build_run(values, training.Progress(warm + values["steps"]))
-  training.save_values(values, pathlib.Path(values["out"]))
+  if is_leader():
+    training.save_values(values, pathlib.Path(values["out"]))
   rows = claim_rows(run.execute())
+  if not is_leader():
+    return 0
   columns = "phase step P G R grad_scope heldout_reward chance_level".split()
   print_table(rows, columns)
   random = values["preset"] in PRESETS

@@ -8,10 +8,11 @@ import sys
 from typing import Any
 
 from absl import flags
+import jax
 import tqdm
 
 from experiments import common_flags, config_flags, policies
-from longstraw_jax import PolicyObjective
+from longstraw_jax import PolicyObjective, distributed, make_mesh
 from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
@@ -75,10 +76,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
   }
 }
 
+# How many devices and processes share the work.
+MESH_FLAGS = "mesh_context mesh_member".split()
+
 # What may change between a run and its continuation.
 SCHEDULE = frozenset(
   "out steps eval_every eval_prompts eval_at_once checkpoint_every"
   " keep_checkpoints wandb_project".split()
+  + MESH_FLAGS
 )
 
 
@@ -100,8 +105,34 @@ def define_flags(out: str) -> None:
     "package.module:function, called as reward(prompt_text, response_text, "
     "info) -> float.",
   )
+  flags.DEFINE_integer(
+    "mesh_context", 1, "Devices that share pages, weights and experts.", 1
+  )
+  flags.DEFINE_integer(
+    "mesh_member", 1, "Groups of devices that replay members of their own.", 1
+  )
+  flags.DEFINE_boolean(
+    "distributed", False, "Join processes that SLURM, MPI or Kubernetes made."
+  )
+  flags.DEFINE_string("coordinator", None, "host:port of process 0.")
+  flags.DEFINE_integer("num_processes", None, "How many there are.")
+  flags.DEFINE_integer("process_id", None, "Which one this is.")
+  flags.DEFINE_integer(
+    "peer_timeout", 60, "Seconds of silence after which a process is dead.", 1
+  )
   for config, prefix, skip in CONFIGS.values():
     config_flags.define(config, prefix, skip)
+
+
+def join_processes() -> None:
+  """Joins the other processes that the flags speak of, if any."""
+  given = (
+    flags.FLAGS.coordinator,
+    flags.FLAGS.num_processes,
+    flags.FLAGS.process_id,
+  )
+  if flags.FLAGS.distributed or any(x is not None for x in given):
+    distributed.initialize(*given, timeout_s=flags.FLAGS.peer_timeout)
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -115,7 +146,8 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 def flag_values() -> dict[str, Any]:
   """Values of the training flags, by name."""
-  names = [*policies.FLAG_NAMES, *"seed out task corpus reward".split()]
+  names = [*policies.FLAG_NAMES, *MESH_FLAGS]
+  names += "seed out task corpus reward".split()
   for config, prefix, skip in CONFIGS.values():
     scalars = config_flags.scalar_names(config, skip)
     names += [prefix + name for name in scalars]
@@ -179,7 +211,20 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
     warm_task=make(short),
     settings={k: v for k, v in values.items() if k not in SCHEDULE},
     report=report,
+    mesh=_mesh(values["mesh_context"], values["mesh_member"]),
   )
+
+
+def _mesh(context: int, member: int):
+  """The mesh of a run; None for one device."""
+  if context * member == 1 and jax.process_count() == 1:
+    return None
+  if context * member != jax.device_count():
+    raise ValueError(
+      f"mesh_context={context} x mesh_member={member} must be all "
+      f"{jax.device_count()} devices"
+    )
+  return make_mesh(context, member)
 
 
 def save_values(values: Mapping[str, Any], out: pathlib.Path) -> None:

@@ -1,6 +1,6 @@
 """GRPO over very long shared prompts, with exact gradients through them."""
 
-from longstraw_jax.capture import capture
+from longstraw_jax.capture import capture, extend
 from longstraw_jax.config import (
   AttentionConfig,
   DeltaConfig,
@@ -42,6 +42,7 @@ from longstraw_jax.replay import replay, replay_scores
 from longstraw_jax.rollout import rollout
 from longstraw_jax.sharding import constrain, make_mesh, place_at_rest
 from longstraw_jax.state import PromptState
+from longstraw_jax.state_files import load_state, save_state
 from longstraw_jax.types import Group, Span
 from longstraw_jax.weights.export import save_pretrained
 from longstraw_jax.weights.load import load_pretrained
@@ -75,11 +76,13 @@ __all__ = [
   "capture",
   "constrain",
   "drop_lora",
+  "extend",
   "gather_rows",
   "group_advantages",
   "group_gradient",
   "has_lora",
   "load_pretrained",
+  "load_state",
   "make_mesh",
   "merge",
   "merge_lora",
@@ -90,6 +93,7 @@ __all__ = [
   "replay_scores",
   "rollout",
   "save_pretrained",
+  "save_state",
   "sequence_logprobs",
   "split_params",
 ]

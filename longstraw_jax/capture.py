@@ -1,4 +1,7 @@
-"""The prompt pass: run the prompt once, keep only what later tokens need."""
+"""The prompt pass: run the prompt once, keep only what later tokens need.
+
+`capture` begins a state, `extend` goes on with one as a history grows.
+"""
 
 import functools
 
@@ -6,20 +9,26 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+import numpy as np
 
 from longstraw_jax.checks import (
   CONSTANT_SCOPES,
+  check_capacity,
   check_chunk_size,
-  check_prompt,
+  check_one_prompt,
   check_scope,
+  check_step,
+  check_tokens,
+  concrete,
 )
 from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import Striping
 from longstraw_jax.sharding import num_shards
-from longstraw_jax.state import PromptState, tree_zeros
+from longstraw_jax.state import PromptState, grow_rows, tree_grown, tree_zeros
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
+  Begun,
   Gradients,
   Job,
   walk_backward,
@@ -71,7 +80,9 @@ def capture(
   """
   check_chunk_size("chunk_size", chunk_size)
   check_scope(grad_scope, tail_chunks)
-  check_prompt(prompt, length, capacity, model.config.vocab_size)
+  check_tokens("prompt", prompt, length, model.config.vocab_size)
+  real = np.shape(prompt)[0] if length is None else length
+  check_capacity(capacity, real - 1)
   if grad_scope == "prefix_frozen":
     params = frozen_base(params)
   prompt = jnp.asarray(prompt, jnp.int32)
@@ -79,7 +90,6 @@ def capture(
   wanted = max(wanted, 1)
   chunk_size = min(chunk_size, wanted + -wanted % num_shards("rows"))
   striping = Striping.of_mesh(chunk_size)
-  real = prompt.shape[0] if length is None else length
   captured = jnp.asarray(real, jnp.int32) - 1
   tokens = padded(prompt, wanted + -wanted % chunk_size)
   first = _first_chunk(captured, chunk_size, grad_scope, tail_chunks)
@@ -99,6 +109,135 @@ def capture(
     chunk_size=chunk_size,
     striping=striping,
   )
+
+
+def extend(
+  model: Model,
+  params: Params,
+  state: PromptState,
+  tokens: Int[Array, "T"],
+  *,
+  tail_chunks: int | None = None,
+  chunk_size: int | None = None,
+  capacity: int | None = None,
+  length: Int[Array, ""] | int | None = None,
+  step: Int[Array, ""] | int = 0,
+  allow_stale: bool = False,
+  prompt_id: Int[Array, ""] | int | None = None,
+) -> PromptState:
+  """Goes on with a state: that of its prompt with `tokens` behind it.
+
+  The state equals capture(prompt ++ tokens) of its chunk_size and grad_scope,
+  up to rounding. Only the last prompt token and all new ones but the last are
+  run: first what fills up the last chunk, from the carry inside it, then chunk
+  after chunk. No token before them is needed. One compiled program serves
+  every length of a state and every number of new tokens for one capacity and
+  one padded size of `tokens`. The given state stays as it was and its pages are
+  copied once; donate it to a jax.jit of your own to go on in its memory.
+
+  What replay and group_gradient do with a captured state they do with this
+  one, given the whole prompt; so `full` and `tail` gradients come from
+  group_gradient. jax.grad straight through extend is refused under these
+  scopes: a state does not hold the tokens that the reverse walk reads. Under
+  `response_only` and `prefix_frozen` the state is a constant, as in capture.
+
+  Args:
+    model: the model.
+    params: its parameters; under `prefix_frozen` their adapters are off.
+    state: of the prompt so far; one prompt's, without a batch axis.
+    tokens: token ids [T], padded behind `length`.
+    tail_chunks: as in capture, of the longer prompt; for `tail` alone.
+    chunk_size: the state's by default. A state of a single chunk, which
+      capture may have cut down to a short prompt, can go on in larger ones
+      where no mesh shares its pages.
+    capacity: tokens there is room for, rounded up to whole chunks. By default
+      the state's, or what is needed where that is more: under jax.jit, where
+      its length is unknown, T more than the state's.
+    length: real new tokens where `tokens` is padded; may be traced.
+    step: optimizer step of these weights, which the state must carry.
+    allow_stale: goes on with a state of another step's weights, whose step
+      stays on it; under `response_only` alone.
+    prompt_id: id of the longer prompt; the state's by default.
+
+  Raises:
+    ValueError: no tokens, ids outside the vocabulary, a capacity that does not
+      hold the longer prompt, a state of another step, bad sizes.
+  """
+  check_one_prompt(state)
+  check_tokens("tokens", tokens, length, model.config.vocab_size)
+  check_scope(state.grad_scope, tail_chunks)
+  if not allow_stale or state.differentiated:
+    check_step(state, step)
+  if state.grad_scope == "prefix_frozen":
+    params = frozen_base(params)
+  tokens = jnp.asarray(tokens, jnp.int32)
+  chunk_size = _next_chunk_size(state, chunk_size)
+  if Striping.of_mesh(chunk_size) != state.striping:
+    raise ValueError(
+      f"the state's pages are dealt as {state.striping}, this mesh deals them "
+      f"as {Striping.of_mesh(chunk_size)}: use the mesh it was captured on"
+    )
+  added = tokens.shape[0] if length is None else length
+  check_capacity(capacity, state.length + added)
+  room = _next_room(state, tokens.shape[0], length, capacity, chunk_size)
+  added = jnp.asarray(added, jnp.int32)
+  rows, carry, saved = _extend(
+    model, chunk_size, room, params, state, tokens, added
+  )
+  captured = state.length + added
+  scope = state.grad_scope
+  prompt_id = state.prompt_id if prompt_id is None else prompt_id
+  return state.replace(
+    pages=rows,
+    carry=carry,
+    saved_carries=saved,
+    last_token=tokens[added - 1],
+    length=captured,
+    first_chunk=_first_chunk(captured, chunk_size, scope, tail_chunks),
+    prompt_id=jnp.asarray(prompt_id, jnp.int32),
+    chunk_size=chunk_size,
+  )
+
+
+def _next_chunk_size(state: PromptState, chunk_size: int | None) -> int:
+  """The chunk size to go on with: borders of chunks must stay where they are.
+
+  Raises:
+    ValueError: another one, and the state has borders or its chunk is larger.
+  """
+  own = state.chunk_size
+  if chunk_size is None:
+    return own
+  check_chunk_size("chunk_size", chunk_size)
+  one_chunk = state.capacity in (own, None) and state.striping is None
+  if chunk_size != own and not (one_chunk and chunk_size > own):
+    raise ValueError(
+      f"chunk_size is {chunk_size} but the state has chunks of {own}: leave it "
+      "out, or capture the whole prompt again"
+    )
+  return chunk_size
+
+
+def _next_room(
+  state: PromptState, size: int, length, capacity: int | None, chunk_size: int
+) -> int:
+  """Tokens that an extended state has room for, in whole chunks.
+
+  Raises:
+    ValueError: nothing tells how many.
+  """
+  own = state.capacity
+  if capacity is None:
+    captured, added = concrete(state.length), concrete(length)
+    captured = own if captured is None else int(captured)
+    if captured is None:
+      raise ValueError(
+        "capacity is None, but the state has no pages and its length is "
+        "traced: give a capacity"
+      )
+    capacity = captured + (size if added is None else int(added))
+  wanted = max(capacity, own or 1)
+  return wanted + -wanted % chunk_size
 
 
 def padded(tokens: Int[Array, "P"], size: int) -> Int[Array, "size"]:
@@ -135,6 +274,58 @@ def _run(model: Model, chunk_size, save_carries, params, tokens, captured):
     model, params, (), carry, job, save_carries=save_carries
   )
   return walked.rows, walked.carry, walked.saved_carries
+
+
+def _run_on(model: Model, chunk_size, room, params, state, tokens, added):
+  """_run of the longer prompt, gone on with behind the state's tokens."""
+  fed = jnp.concatenate([state.last_token[None], tokens[:-1]])
+  places = state.length + jnp.arange(fed.shape[0], dtype=jnp.int32)
+  # Tokens before the state's length are never read; a chunk more, see Begun.
+  whole = jnp.zeros(room + chunk_size, jnp.int32)
+  whole = whole.at[places].set(fed, mode="drop")
+  begun = Begun(
+    length=state.length,
+    rows=grow_rows(state.pages, room, state.striping),
+    saved_carries=tree_grown(state.saved_carries, 0, room // chunk_size),
+  )
+  walked = walk_forward(
+    model,
+    params,
+    (),
+    state.carry,
+    _prompt_job(whole, state.length + added, chunk_size),
+    save_carries=state.differentiated,
+    begun=begun,
+  )
+  return walked.rows, walked.carry, walked.saved_carries
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _extend(model, chunk_size, room, params, state, tokens, added):
+  arrays = (params, state, tokens, added)
+  if state.differentiated:
+    return _not_differentiated(model, chunk_size, room, *arrays)
+  return _run_on(model, chunk_size, room, *lax.stop_gradient(arrays))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _not_differentiated(model, chunk_size, room, *arrays):
+  return _run_on(model, chunk_size, room, *arrays)
+
+
+def _not_differentiated_fwd(model, chunk_size, room, params, state, *tokens):
+  raise ValueError(
+    f"extend is not differentiated under grad_scope {state.grad_scope!r}: take "
+    "the gradient by group_gradient(..., the whole prompt, state=extended), "
+    "or capture the whole prompt inside the loss"
+  )
+
+
+def _not_differentiated_bwd(model, chunk_size, room, residuals, cotangents):
+  raise NotImplementedError  # its forward pass has refused
+
+
+_not_differentiated.defvjp(_not_differentiated_fwd, _not_differentiated_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -202,10 +393,7 @@ def reverse_walk(
   Returns:
     The sums, and the accumulator, which is of no more use than its memory.
   """
-  rows = jax.tree.leaves(state.pages)  # a model may have no rows or no carry
-  carries = jax.tree.leaves(state.saved_carries)
-  room = rows[0].shape[-2] if rows else carries[0].shape[0] * state.chunk_size
-  tokens = padded(prompt, room)
+  tokens = padded(prompt, state.capacity)
   return walk_backward(
     model,
     params,

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from longstraw_jax.checks import differences
+from longstraw_jax.state import named_leaves
 from longstraw_jax.types import Tree
 
 
@@ -49,7 +51,7 @@ class Checkpoints:
       CheckpointError: the disk is full or the directory is not writable.
     """
     args = ocp.args.Composite(
-      tree=ocp.args.StandardSave(_named_leaves(tree)),
+      tree=ocp.args.StandardSave(named_leaves(tree)),
       settings=ocp.args.JsonSave(dict(settings)),
     )
     try:
@@ -88,19 +90,17 @@ class Checkpoints:
       CheckpointError: it was made with other settings, or is damaged.
     """
     found = self.settings(step)
-    differing = _differences(found, settings)
+    differing = differences(found, settings)
     if differing:
       raise CheckpointError(
         f"checkpoint {step} in {self.directory} belongs to another run: "
         + "; ".join(differing)
         + ". Use its settings or another --out"
       )
-    abstract = jax.tree.map(
-      ocp.utils.to_shape_dtype_struct, _named_leaves(like)
-    )
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, named_leaves(like))
     args = ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
     leaves = self._read(step, args)["tree"]
-    names = _named_leaves(like)
+    names = named_leaves(like)
     return jax.tree.unflatten(
       jax.tree.structure(like), [leaves[name] for name in names]
     )
@@ -119,23 +119,3 @@ class Checkpoints:
     """Waits for saves and releases the directory."""
     self.wait()
     self._manager.close()
-
-
-def _named_leaves(tree: Tree) -> dict[str, jax.Array]:
-  """Every leaf by its path, in the tree's own order."""
-  leaves, _ = jax.tree.flatten_with_path(tree)
-  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
-  return {name(path): leaf for path, leaf in leaves}
-
-
-def _differences(found: Mapping, wanted: Mapping, path: str = "") -> list[str]:
-  """Leaves in which two nested settings differ, as readable lines."""
-  lines = []
-  for name in sorted(set(found) | set(wanted)):
-    a, b = found.get(name), wanted.get(name)
-    where = f"{path}{name}"
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-      lines += _differences(a, b, where + ".")
-    elif a != b:
-      lines.append(f"{where} is {a!r} there and {b!r} here")
-  return lines

@@ -4,6 +4,8 @@ Values are checked where they are concrete; under jax.jit a traced array has
 none and passes.
 """
 
+from collections.abc import Mapping, Sequence
+
 import jax
 import numpy as np
 
@@ -16,6 +18,26 @@ def concrete(x):
   if x is None or isinstance(x, jax.core.Tracer):
     return None
   return np.asarray(x)
+
+
+def differences(found: Mapping, wanted: Mapping, path: str = "") -> list[str]:
+  """Leaves in which two nested settings differ, as readable lines."""
+  lines = []
+  for name in sorted(set(found) | set(wanted)):
+    a, b = found.get(name), wanted.get(name)
+    where = f"{path}{name}"
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+      lines += differences(a, b, where + ".")
+    elif a != b:
+      lines.append(f"{where} is {a!r} there and {b!r} here")
+  return lines
+
+
+def listed(names: Sequence[str], most: int) -> str:
+  """Names in one line, those beyond the first `most` as their number."""
+  more = len(names) - most
+  text = ", ".join(names[:most])
+  return f"{text} and {more} more" if more > 0 else text
 
 
 def check_chunk_size(name: str, value: int) -> None:
@@ -57,31 +79,38 @@ def check_ids(name: str, ids, vocab_size: int) -> None:
     )
 
 
-def check_prompt(prompt, length, capacity: int | None, vocab_size: int) -> None:
-  """Refuses empty prompts, wrong lengths and ids outside the vocabulary."""
-  shape = np.shape(prompt)
+def check_tokens(name: str, tokens, length, vocab_size: int) -> None:
+  """Refuses no tokens, wrong lengths and ids outside the vocabulary."""
+  shape = np.shape(tokens)
   if len(shape) != 1 or shape[0] == 0:
+    axis = name[0].upper()
     raise ValueError(
-      f"prompt has shape {shape}: give at least one token id, as [P]"
+      f"{name} has shape {shape}: give at least one token id, as [{axis}]"
     )
   room = shape[0]
-  if capacity is not None:
-    check_chunk_size("capacity", capacity)
   real = room if length is None else concrete(length)
-  if real is not None:
-    real = int(real)
-    if not 1 <= real <= room:
-      raise ValueError(
-        f"length is {real} but prompt holds {room} tokens: give 1 to {room}"
-      )
-    if capacity is not None and real - 1 > capacity:
-      raise ValueError(
-        f"the prompt's {real} tokens need a capacity of {real - 1}, which is "
-        f"{capacity}: raise capacity"
-      )
-    values = concrete(prompt)
-    if values is not None:
-      check_ids("prompt", values[:real], vocab_size)
+  if real is None:
+    return
+  if not 1 <= int(real) <= room:
+    raise ValueError(
+      f"length is {int(real)} but {name} holds {room} tokens: give 1 to {room}"
+    )
+  values = concrete(tokens)
+  if values is not None:
+    check_ids(name, values[: int(real)], vocab_size)
+
+
+def check_capacity(capacity: int | None, captured) -> None:
+  """Refuses a capacity below the tokens that are captured, where known."""
+  if capacity is None:
+    return
+  check_chunk_size("capacity", capacity)
+  captured = concrete(captured)
+  if captured is not None and int(captured) > capacity:
+    raise ValueError(
+      f"the prompt's {int(captured) + 1} tokens need a capacity of "
+      f"{int(captured)}, which is {capacity}: raise capacity"
+    )
 
 
 def check_responses(
@@ -146,8 +175,17 @@ def check_group(group, vocab_size: int, prompt_id) -> None:
     )
 
 
-def check_state(state, prompt, length, grad_scope, chunk_size, step) -> None:
-  """Refuses a state of other weights, prompt length, scope or chunk size.
+def check_one_prompt(state) -> None:
+  """Refuses a state with a batch axis."""
+  shape = np.shape(state.length)
+  if shape:
+    raise ValueError(
+      f"the state has a batch axis, {list(shape)}: take one prompt's out of it"
+    )
+
+
+def check_step(state, step) -> None:
+  """Refuses a state of another step's weights; None leaves it to the caller.
 
   A `prefix_frozen` state is of the base's weights, which no step changes.
   """
@@ -159,6 +197,11 @@ def check_state(state, prompt, length, grad_scope, chunk_size, step) -> None:
       f"the state was made by the weights of step {int(made)}, these are of "
       f"step {int(wanted)}: capture it again"
     )
+
+
+def check_state(state, prompt, length, grad_scope, chunk_size, step) -> None:
+  """Refuses a state of other weights, prompt length, scope or chunk size."""
+  check_step(state, step)
   # One chunk is one chunk: capture cuts chunk_size down to a short prompt.
   room = max(np.shape(prompt)[0] - 1, 1)
   chunked = (min(size, room) for size in (state.chunk_size, chunk_size))

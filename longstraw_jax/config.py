@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 SAVED = ("inputs", "projections", "everything")
 NORMS = ("zero_centred", "plain")
+PAGE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
@@ -277,7 +278,10 @@ class ModelConfig:
     norm: how layer, final, query and key norms store their weight:
       "zero_centred" around 0, "plain" around 1.
     tie_embeddings: whether the head is the embedding transposed.
-    dtype: of activations and pages.
+    dtype: of activations, and of pages unless they have one of their own.
+    page_dtype: of stored rows that have a gradient, narrower than `dtype`;
+      "int8" with a scale a row. A read expands them; their gradient passes
+      the rounding by. None stores them as they are.
     param_dtype: of the stored parameters.
     saved: what the backward pass of one block keeps of every layer; the rest
       is recomputed. "inputs": the layer's input and what attention over pages
@@ -302,6 +306,7 @@ class ModelConfig:
   norm_eps: float = 1e-6
   tie_embeddings: bool = False
   dtype: str = "float32"
+  page_dtype: str | None = None
   param_dtype: str = "float32"
   saved: str = "projections"
   read_block: int = 512
@@ -324,6 +329,13 @@ class ModelConfig:
         value,
         "use a floating-point dtype such as 'float32' or 'bfloat16'",
       )
+
+    _require(
+      self.page_dtype in (None, *PAGE_DTYPES),
+      "page_dtype",
+      self.page_dtype,
+      f"use one of {PAGE_DTYPES}, or None for dtype",
+    )
 
   @property
   def num_layers(self) -> int:

@@ -120,6 +120,20 @@ class MetricLog:
       self._wandb.finish()
 
 
+class NoLog:
+  """The log of a process that leaves writing to another."""
+
+  def __init__(self, directory: str | pathlib.Path):
+    """Opens nothing; `path` is where the other one writes."""
+    self.path = pathlib.Path(directory) / "rows.jsonl"
+
+  def write(self, row: Mapping[str, Any]) -> None:
+    """Writes nothing."""
+
+  def close(self) -> None:
+    """There is nothing to close."""
+
+
 def read_rows(path: str | pathlib.Path) -> list[dict[str, Any]]:
   """The rows of a JSONL file; a last line cut short by a kill is dropped."""
   path = pathlib.Path(path)

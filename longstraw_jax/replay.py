@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.checks import check_chunk_size, check_responses
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.ops.pages import wide_zeros
 from longstraw_jax.sharding import constrain, num_shards
 from longstraw_jax.state import Pages, PromptState, fill_rows, tree_zeros
 from longstraw_jax.types import Tree
@@ -305,10 +305,7 @@ def zero_sums(
   """Fresh sums for a group; pages and carry only where the scope wants them."""
   pages, carry = None, {}
   if state.differentiated:
-    pages = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, page_grad_dtype or wide_dtype(x.dtype)),
-      model.gradient_rows(state.pages),
-    )
+    pages = wide_zeros(model.gradient_rows(state.pages), page_grad_dtype)
     carry = tree_zeros(state.carry)
   return Gradients(params=zero_gradients(params), priors=(pages,), carry=carry)
 
@@ -325,6 +322,12 @@ def _replay(
 
 
 def _replay_fwd(model, block, members_at_once, params, state, *members):
+  if model.config.page_dtype is not None and state.differentiated:
+    raise ValueError(
+      f"pages of page_dtype={model.config.page_dtype!r} cannot carry a "
+      "cotangent from replay to capture: use group_gradient, which keeps it in "
+      "float32"
+    )
   out = _replay(model, block, members_at_once, params, state, *members)
   return out, (params, state, *members)
 

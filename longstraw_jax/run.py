@@ -1,11 +1,13 @@
 """A whole run: warm start, GRPO, evaluation, checkpoints, rows, curve."""
 
 from collections.abc import Callable, Mapping
+import contextlib
 import dataclasses
 import pathlib
 from typing import Any
 
 from flax import struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 import matplotlib
@@ -14,8 +16,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from longstraw_jax.checkpoint import Checkpoints
+from longstraw_jax.distributed import PeerError, is_leader
 from longstraw_jax.metrics import (
   MetricLog,
+  NoLog,
   compile_count,
   device_name,
   peak_memory_bytes,
@@ -24,6 +28,7 @@ from longstraw_jax.metrics import (
 )
 from longstraw_jax.models.model import Params
 from longstraw_jax.rewards import RewardError
+from longstraw_jax.sharding import place_at_rest
 from longstraw_jax.steps import Learner, make_learner
 from longstraw_jax.tasks import Task
 from longstraw_jax.train_config import OptimizerConfig
@@ -111,6 +116,7 @@ class Run:
     warm_task: the task at the warm start's prompt length.
     settings: what identifies the run; a checkpoint of others is refused.
     report: called with every row, for a progress bar.
+    mesh: of all devices that share the work; None takes the first alone.
   """
 
   initial_params: Callable[[int], Params]
@@ -120,6 +126,7 @@ class Run:
   warm_task: Task
   settings: Mapping[str, Any]
   report: Callable[[dict], None] = lambda row: None
+  mesh: jax.sharding.Mesh | None = None
 
   def initial_state(self, params: Params) -> RunState:
     """The state of a run that has not begun."""
@@ -140,6 +147,8 @@ class Run:
   def execute(self) -> list[dict[str, Any]]:
     """Runs to the end, from the last checkpoint where there is one.
 
+    A checkpoint may be of another mesh, or of another number of processes.
+
     Returns:
       All rows of the run, those before a restart included.
 
@@ -152,23 +161,33 @@ class Run:
     checkpoints = Checkpoints(
       self.out / "checkpoints", self.config.keep_checkpoints
     )
-    seed = self.trainer.config.seed
-    state = self.initial_state(self.initial_params(seed))
+    state = self.initial_state(self.initial_params(self.trainer.config.seed))
+    use_mesh = contextlib.nullcontext()
+    if self.mesh is not None:
+      state = place_at_rest(state, self.mesh)
+      use_mesh = jax.set_mesh(self.mesh)
     found = checkpoints.latest()
     if found is not None:
       state = checkpoints.restore(found, state, self.settings)
-    log = MetricLog(self.out, int(state.step), self.config.wandb_project)
+    log = self._open_log(int(state.step))
     try:
-      state = self._loop(state, checkpoints, log)
-    except RewardError:
-      self._save(checkpoints, state)
+      with use_mesh:
+        state = self._loop(state, checkpoints, log)
+    except (RewardError, PeerError):
+      self._save(checkpoints, state)  # all processes take part
       raise
     finally:
       checkpoints.close()
       log.close()
     rows = read_rows(log.path)
-    plot_curve(rows, self.out / "curve.png")
+    if is_leader():
+      plot_curve(rows, self.out / "curve.png")
     return rows
+
+  def _open_log(self, step: int) -> MetricLog | NoLog:
+    if not is_leader():
+      return NoLog(self.out)
+    return MetricLog(self.out, step, self.config.wandb_project)
 
   def _save(self, checkpoints: Checkpoints, state: RunState) -> None:
     if checkpoints.latest() != int(state.step):
@@ -263,7 +282,8 @@ class Run:
     }
     row["P"] = row.pop("prompt_tokens", self._prompt_tokens())
     log.write(row)
-    self.report(row)
+    if is_leader():
+      self.report(row)
 
   def _prompt_tokens(self) -> int:
     return len(self.trainer.task.sample(0, "train").prompt_ids)

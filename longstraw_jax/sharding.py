@@ -189,8 +189,22 @@ def constrain_at_rest(tree: Tree) -> Tree:
 
 
 def place_at_rest(tree: Tree, mesh: Mesh) -> Tree:
-  """Puts parameters or optimizer state on a mesh, sharded at rest."""
+  """Puts parameters or optimizer state on a mesh, sharded at rest.
+
+  With several processes every one of them gives the same values and keeps the
+  parts of its own devices.
+  """
   with jax.set_mesh(mesh):
     specs = rest_specs(tree)
-  put = lambda x, s: jax.device_put(x, NamedSharding(mesh, s))
+
+  def put(x, spec):
+    if jax.process_count() > 1:
+      x = np.asarray(x)  # an array of this process's own devices may not move
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
   return jax.tree.map(put, tree, specs)
+
+
+def replicate(tree: Tree) -> Tree:
+  """Gives every device all of what a host is about to read."""
+  return jax.tree.map(lambda x: constrain(x, *(None,) * x.ndim), tree)

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from longstraw_jax.checks import CONSTANT_SCOPES
-from longstraw_jax.ops.pages import WHOLE, Striping, on_owners, row_specs
+from longstraw_jax.ops.pages import (
+  WHOLE,
+  Striping,
+  on_owners,
+  row_specs,
+  store,
+)
 from longstraw_jax.sharding import carry_specs
 from longstraw_jax.types import Tree
 
@@ -74,6 +80,15 @@ class PromptState:
     """Whether a gradient flows through the prompt."""
     return self.grad_scope not in CONSTANT_SCOPES
 
+  @property
+  def capacity(self) -> int | None:
+    """Tokens there is room for; None where nothing grows with tokens."""
+    for rows in jax.tree.leaves(self.pages):
+      return rows.shape[-2]
+    for carries in jax.tree.leaves(self.saved_carries):
+      return carries.shape[0] * self.chunk_size
+    return None
+
 
 def state_specs(state: PromptState) -> PromptState:
   """Where a state's arrays are: rows with their owners, carries by head."""
@@ -99,13 +114,13 @@ def write_rows(
     def one(buffer, new):
       starts = [jnp.int32(0)] * buffer.ndim
       starts[-2] = offset
-      return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), starts)
+      return lax.dynamic_update_slice(buffer, new, starts)
 
     return jax.tree.map(one, buffers, rows)
 
   specs = row_specs(buffers)
   return on_owners(striping, write, (specs, specs, WHOLE), specs)(
-    buffers, rows, _own_offset(striping, offset)
+    buffers, store(rows, buffers), _own_offset(striping, offset)
   )
 
 
@@ -131,6 +146,37 @@ def _own_offset(striping: Striping | None, offset) -> Int[Array, ""]:
   )
 
 
+def fill_up_rows(
+  buffers: Tree,
+  rows: Tree,
+  border,
+  filled,
+  tokens: int,
+  striping: Striping | None = None,
+) -> Tree:
+  """Writes rows [L, ..., T, H] into a chunk of T behind its filled ones.
+
+  Rows that do not fit are dropped: what is written is the whole chunk from its
+  border on.
+  """
+
+  def place(old, new):
+    stays = jnp.arange(tokens)[:, None] < filled
+    return jnp.where(stays, old, jnp.roll(new.astype(old.dtype), filled, -2))
+
+  old = read_rows(buffers, border, tokens, striping)
+  rows = jax.tree.map(place, old, rows)
+  return write_rows(buffers, rows, border, striping)
+
+
+def grow_rows(buffers: Tree, room: int, striping: Striping | None) -> Tree:
+  """Buffers [L, ..., S, H] with room for so many rows, whole chunks of them."""
+  size = room // (striping.shards if striping else 1)
+  specs = row_specs(buffers)
+  grow = lambda buffers: tree_grown(buffers, -2, size)
+  return on_owners(striping, grow, (specs,), specs)(buffers)
+
+
 def fill_rows(rows: Tree, known: Tree) -> Tree:
   """`rows` with the leaves that `known` has, in the dtypes of `rows`."""
   return {
@@ -149,6 +195,24 @@ def fill_rows(rows: Tree, known: Tree) -> Tree:
 def tree_zeros(shapes: Tree) -> Tree:
   """Zeros in the shapes and dtypes of a tree of arrays or structs."""
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def tree_grown(tree: Tree, axis: int, size: int) -> Tree:
+  """Every leaf padded with zeros to `size` along an axis."""
+
+  def grow(x):
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, padding)
+
+  return jax.tree.map(grow, tree)
+
+
+def named_leaves(tree: Tree) -> dict[str, Any]:
+  """Every leaf by its path, in the tree's own order."""
+  leaves, _ = jax.tree.flatten_with_path(tree)
+  name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+  return {name(path): leaf for path, leaf in leaves}
 
 
 def tree_at(tree: Tree, index: Any) -> Tree:

@@ -18,6 +18,7 @@ from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import widen
 from longstraw_jax.replay import replay_scores
 from longstraw_jax.rollout import rollout
+from longstraw_jax.sharding import constrain_at_rest, replicate
 from longstraw_jax.state import PromptState
 from longstraw_jax.train_config import (
   EngineConfig,
@@ -104,7 +105,10 @@ def rollout_groups(
     )
     return (state if keep_states else None), group
 
-  return per_prompt(one, engine.prompts_at_once, prompts, prompt_ids, keys)
+  states, groups = per_prompt(
+    one, engine.prompts_at_once, prompts, prompt_ids, keys
+  )
+  return states, replicate(groups)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -167,8 +171,8 @@ def apply_gradient(
   )
   trainable = optax.apply_updates(learner.params.trainable, updates)
   return Learner(
-    params=learner.params.replace(trainable=trainable),
-    opt_state=opt_state,
+    params=learner.params.replace(trainable=constrain_at_rest(trainable)),
+    opt_state=constrain_at_rest(opt_state),
     step=learner.step + 1,
   )
 
@@ -239,7 +243,5 @@ def update(
   (loss, grads), metrics = lax.scan(batch, zeros, batches)
   learner = apply_gradient(optimizer, learner, grads)
   metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
-  return learner, metrics | {
-    "loss": loss,
-    "grad_norm": optax.tree.norm(grads),
-  }
+  metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+  return learner, replicate(metrics)

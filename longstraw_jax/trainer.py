@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
-from longstraw_jax.checks import check_group, check_prompt
+from longstraw_jax.checks import check_group, check_tokens
+from longstraw_jax.distributed import from_leader
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.objectives import (
   LikelihoodObjective,
@@ -65,13 +66,20 @@ class Trainer:
   def _prompts(self, examples) -> tuple[Array, Array]:
     prompts = np.stack([e.prompt_ids for e in examples])
     for prompt in prompts:
-      check_prompt(prompt, None, None, self.model.config.vocab_size)
+      check_tokens("prompt", prompt, None, self.model.config.vocab_size)
     ids = np.asarray([e.prompt_id for e in examples], np.int32)
     return jnp.asarray(prompts), jnp.asarray(ids)
 
   def rewards(self, examples: list[Example], groups: Group) -> np.ndarray:
-    """[B, G] rewards of decoded responses, the end token left out."""
-    responses, lengths = jax.device_get((groups.responses, groups.lengths))
+    """[B, G] rewards of decoded responses, the end token left out.
+
+    Process 0 calls the reward function, once a response.
+    """
+    ids = jax.device_get((groups.responses, groups.lengths))
+    compute = functools.partial(self._rewards, examples, *ids)
+    return from_leader(compute, ids[1].shape)
+
+  def _rewards(self, examples, responses, lengths) -> np.ndarray:
     rows = []
     for example, ids, real in zip(examples, responses, lengths, strict=True):
       texts = [

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.pages import Striping
+from longstraw_jax.ops.pages import Striping, wide_zeros
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.sharding import (
   carry_specs,
@@ -34,6 +34,7 @@ from longstraw_jax.sharding import (
 from longstraw_jax.state import (
   Pages,
   fill_rows,
+  fill_up_rows,
   read_rows,
   tree_at,
   tree_set,
@@ -108,6 +109,23 @@ class Walked:
 
 
 @struct.dataclass
+class Begun:
+  """The beginning of a job, which an earlier walk has gone over.
+
+  Attributes:
+    length: tokens walked; they may end inside a block.
+    rows: theirs, in buffers with room for the whole job. The job is padded to
+      one block more, as a block that starts inside one reaches past it.
+    saved_carries: at the entry of every block that was entered, in buffers for
+      all; empty where not asked for.
+  """
+
+  length: Int[Array, ""]
+  rows: Tree
+  saved_carries: Tree
+
+
+@struct.dataclass
 class Outputs:
   """What one block gives and what the reverse walk has cotangents for."""
 
@@ -153,14 +171,15 @@ def _one_block(
   return outputs, out.taps[:number], out.taps[number:], changed
 
 
-def _block(model: Model, job: Job, index, params, carry, own, priors):
-  """Block `index` of a job, for one member or a batch of them."""
-  cut = lambda x: lax.dynamic_slice_in_dim(
-    x, index * job.block, job.block, x.ndim - 1
-  )
-  offset = index * job.block
+def _block(model: Model, job: Job, offset, params, carry, own, priors):
+  """The block from token `offset` on, for one member or a batch of them.
+
+  It ends where blocks end, at a multiple of their size.
+  """
+  cut = lambda x: lax.dynamic_slice_in_dim(x, offset, job.block, x.ndim - 1)
   positions = job.start + offset + jnp.arange(job.block, dtype=jnp.int32)
-  length = jnp.clip(job.length - offset, 0, job.block)
+  room = job.block - lax.rem(offset, jnp.int32(job.block))
+  length = jnp.clip(job.length - offset, 0, room)
   call = functools.partial(_one_block, model)
   span = Span(positions=positions, length=length)
   if job.batched:
@@ -191,17 +210,41 @@ def _block(model: Model, job: Job, index, params, carry, own, priors):
   return call(params, carry, own, priors, tokens, targets, choices, span)
 
 
-def _own_pages(job: Job, rows: Tree, taps: Tree | None, index) -> Pages | None:
-  """The sequence's rows before block `index`; a single block has none."""
+def _own_pages(job: Job, rows: Tree, taps: Tree | None, offset) -> Pages | None:
+  """The sequence's rows before token `offset`; a single block has none."""
   if job.blocks == 1:
     return None
   return Pages(
     rows=rows,
     taps=taps,
-    length=index * job.block,
+    length=offset,
     start=job.start,
     striping=job.striping,
   )
+
+
+def _nothing_walked(model: Model, carry: Tree, job: Job, save_carries) -> Begun:
+  """Empty buffers for a whole job."""
+  shapes, _ = model.state_shapes(job.tokens.shape[-1])
+  lead = lambda x: jnp.zeros((*job.member_shape, *x.shape), x.dtype)
+  each = lambda x: jnp.zeros((job.blocks, *x.shape), x.dtype)
+  rows = jax.tree.map(lead, shapes)
+  if job.striping is not None:
+    rows = jax.tree.map(
+      lambda x: constrain(x, *(None,) * (x.ndim - 2), "rows", None), rows
+    )
+  saved = jax.tree.map(each, carry) if save_carries else {}
+  if not job.batched:
+    saved = constrain_tree(saved, carry_specs(saved, lead=2))
+  return Begun(length=jnp.int32(0), rows=rows, saved_carries=saved)
+
+
+def _save_entry(saved: Tree, index, carry: Tree, entered) -> Tree:
+  """Saves block `index`'s entry carry, unless an earlier walk entered it."""
+  if entered is not None:
+    keep = lambda old, new: jnp.where(entered, old, new)
+    carry = jax.tree.map(keep, tree_at(saved, index), carry)
+  return tree_set(saved, index, carry)
 
 
 def walk_forward(
@@ -212,6 +255,7 @@ def walk_forward(
   job: Job,
   *,
   save_carries: bool,
+  begun: Begun | None = None,
 ) -> Walked:
   """Runs a job block by block, without autograd.
 
@@ -222,48 +266,49 @@ def walk_forward(
     carry: at the entry of the first block, [*M, L, ...].
     job: the sequence.
     save_carries: keep the carry at the entry of every block.
+    begun: goes on behind this beginning of an unscored job, to which `carry`
+      then is the exit: its last block is filled up first.
   """
-  shape = job.member_shape
-  rows_shapes, _ = model.state_shapes(job.tokens.shape[-1])
-  lead = lambda x: jnp.zeros((*shape, *x.shape), x.dtype)
-  rows = jax.tree.map(lead, rows_shapes)
-  if job.striping is not None:
-    rows = jax.tree.map(
-      lambda x: constrain(x, *(None,) * (x.ndim - 2), "rows", None), rows
-    )
-  saved = {}
-  if save_carries:
-    saved = jax.tree.map(
-      lambda x: jnp.zeros((job.blocks, *x.shape), x.dtype), carry
-    )
-    if not job.batched:
-      saved = constrain_tree(saved, carry_specs(saved, lead=2))
   scored = job.targets is not None
   wide = wide_dtype(model.config.dtype)
-  scores = jnp.zeros((*shape, job.tokens.shape[-1] if scored else 0), wide)
+  width = job.tokens.shape[-1] if scored else 0
+  scores = jnp.zeros((*job.member_shape, width), wide)
+  first = jnp.int32(0)
+  if begun is not None:
+    first = lax.div(begun.length, jnp.int32(job.block))
+  blank = begun or _nothing_walked(model, carry, job, save_carries)
 
   def body(index, walked):
-    own = _own_pages(job, walked.rows, None, index)
+    offset = border = index * job.block
+    entered = None
+    if begun is not None:
+      offset = jnp.maximum(begun.length, border)
+      entered = offset > border
+    own = _own_pages(job, walked.rows, None, offset)
     saved = walked.saved_carries
     if save_carries:
-      saved = tree_set(saved, index, walked.carry)
+      saved = _save_entry(saved, index, walked.carry, entered)
     outputs, _, _, changed = _block(
-      model, job, index, params, walked.carry, own, priors
+      model, job, offset, params, walked.carry, own, priors
     )
     put = lambda x, new: lax.dynamic_update_slice_in_dim(
-      x, new.astype(x.dtype), index * job.block, x.ndim - 1
+      x, new.astype(x.dtype), offset, x.ndim - 1
     )
     logprobs, entropy = walked.logprobs, walked.entropy
     if scored:
       logprobs = put(logprobs, outputs.logprobs)
       entropy = put(entropy, outputs.entropy)
+    rows = outputs.rows
+    if begun is None:
+      rows = write_rows(walked.rows, rows, border, job.striping)
+    else:
+      place = (border, offset - border, job.block, job.striping)
+      rows = fill_up_rows(walked.rows, rows, *place)
     return Walked(
       logprobs=logprobs,
       entropy=entropy,
       changed=jax.tree.map(put, walked.changed, changed),
-      rows=write_rows(
-        walked.rows, outputs.rows, index * job.block, job.striping
-      ),
+      rows=rows,
       carry=outputs.carry,
       saved_carries=saved,
     )
@@ -272,13 +317,13 @@ def walk_forward(
     logprobs=scores,
     entropy=scores,
     changed=None if job.choices is None else jnp.zeros(job.tokens.shape),
-    rows=rows,
+    rows=blank.rows,
     carry=carry,
-    saved_carries=saved,
+    saved_carries=blank.saved_carries,
   )
   if job.blocks == 1:
-    return body(jnp.int32(0), walked)
-  return lax.fori_loop(jnp.int32(0), job.filled_blocks, body, walked)
+    return body(first, walked)
+  return lax.fori_loop(first, job.filled_blocks, body, walked)
 
 
 @struct.dataclass
@@ -338,27 +383,23 @@ def walk_backward(
     who gave one up has it updated in place.
   """
   if own is None and job.blocks > 1:
-    own = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)),
-      model.gradient_rows(rows),
-    )
+    own = wide_zeros(model.gradient_rows(rows))
   last = job.filled_blocks - 1
 
   def body(step, sums):
     gradients, own = sums
     index = last - step if job.blocks > 1 else jnp.int32(0)
-    cut = lambda x: lax.dynamic_slice_in_dim(
-      x, index * job.block, job.block, x.ndim - 1
-    )
+    offset = index * job.block
+    cut = lambda x: lax.dynamic_slice_in_dim(x, offset, job.block, x.ndim - 1)
 
     def call(trainable, carry, prior_taps, own_taps):
       tapped = tuple(
         prior.replace(taps=taps)
         for prior, taps in zip(priors, prior_taps, strict=True)
       )
-      pages = _own_pages(job, rows, own_taps, index)
+      pages = _own_pages(job, rows, own_taps, offset)
       tree = params.replace(trainable=trainable)
-      return _block(model, job, index, tree, carry, pages, tapped)[:3]
+      return _block(model, job, offset, tree, carry, pages, tapped)[:3]
 
     entry = tree_at(saved_carries, index)
     own_taps = own if job.blocks > 1 else None
@@ -374,8 +415,7 @@ def walk_backward(
     drows = tree_zeros(outputs.rows)
     if own is not None:
       # All layers in one slice, before the pull-back: no copy is made.
-      at = index * job.block
-      known = read_rows(own, at, job.block, job.striping)
+      known = read_rows(own, offset, job.block, job.striping)
       drows = fill_rows(drows, known)
     cotangent = Outputs(dlogprobs, dentropy, rows=drows, carry=gradients.carry)
     accumulated = () if own_taps is None else (own_taps,)

@@ -7,6 +7,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from longstraw_jax.ops.attention import masked_attention
 from longstraw_jax.ops.pages import (
@@ -14,6 +15,7 @@ from longstraw_jax.ops.pages import (
   Segment,
   attend,
   attend_blocks,
+  gather_rows,
   merge,
   open_rows,
   read_block,
@@ -293,3 +295,51 @@ class PagesTest(parameterized.TestCase):
 
 if __name__ == "__main__":
   absltest.main()
+
+
+@pytest.mark.slow  # 4.3 GB
+class LargeTest(absltest.TestCase):
+  def test_beyond_two_to_the_31_elements(self):
+    """The last rows are read and added to as the first ones are."""
+    width, dtype = 64, jnp.float8_e4m3fn
+    capacity = 2**31 // width + 256
+    values = np.arange(1, 6, dtype=np.float32)[:, None] * np.ones(width)
+    rows = jnp.zeros((1, capacity, width), dtype)
+    rows = jax.jit(
+      lambda x: x.at[0, -5:].set(values.astype(dtype)), donate_argnums=0
+    )(rows)
+    tap = jnp.zeros((1, capacity, width), dtype)
+    number = lambda x: jnp.asarray(x, jnp.int32)
+    segment = Segment(
+      rows={"x": rows},
+      tap={"x": tap},
+      layer=number(0),
+      length=number(capacity),
+      start=number(0),
+      dtype="float32",
+    )
+    positions = number([[capacity - 1, 7, capacity - 4]])
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(tap, rows):
+      def call(tap):
+        at = segment.replace(rows={"x": rows}, tap=tap)
+        (block, where, filled), tap = read_block(
+          at, number(capacity // 256 - 1), 256
+        )
+        (taken, _), tap = gather_rows(at.replace(tap=tap), positions, ("x",))
+        return ((block["x"], taken["x"]), tap), (where, filled)
+
+      read, pull_back, found = jax.vjp(call, tap, has_aux=True)
+      ones = jax.tree.map(jnp.ones_like, read[0])
+      (dtap,) = pull_back((ones, tap))
+      return *read[0], *found, dtap
+
+    block, taken, where, filled, dtap = run(segment.tap, rows)
+    np.testing.assert_array_equal(block[filled][-5:], values)
+    self.assertEqual(int(where[-1]), capacity - 1)
+    np.testing.assert_array_equal(taken[0, :, 0], [5, 0, 2])
+    added = np.asarray(dtap["x"][0, -6:, 0], np.float32)
+    np.testing.assert_array_equal(added, [1, 1, 2, 1, 1, 2])
+    self.assertEqual(float(dtap["x"][0, 7, 0]), 1)
+    self.assertEqual(float(jnp.abs(dtap["x"][0, 8:-256]).max()), 0)

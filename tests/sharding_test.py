@@ -2,8 +2,15 @@
 
 import dataclasses
 import functools
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from unittest import mock
 
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +21,8 @@ from longstraw_jax import (
   Group,
   Model,
   PolicyObjective,
+  Segment,
+  attend,
   capture,
   group_gradient,
   make_mesh,
@@ -24,12 +33,13 @@ from longstraw_jax import (
 from longstraw_jax.ops.pages import Striping
 from longstraw_jax.sharding import num_shards, rest_specs
 from longstraw_jax.testing.baselines import bounded_gradient, constant_tokens
-from longstraw_jax.testing.compare import assert_gradients_close
+from longstraw_jax.testing.compare import assert_gradients_close, leaf_errors
 
 # Divided by no number of devices: the last chunk is partly filled, and the
 # borders between devices lie inside the response.
 LENGTH, CHUNK, ROOM = 45, 16, 5
 PROMPT = np.random.default_rng(0).integers(0, 61, LENGTH).astype(np.int32)
+PAGES = "longstraw_jax.ops.pages"
 OBJECTIVE = PolicyObjective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.9)
 
 
@@ -67,10 +77,10 @@ def make_group() -> Group:
 
 
 @functools.cache
-def oracle(name: str, scope: str):
+def oracle(name: str, scope: str, chunk: int):
   """Conventional autodiff on one device."""
   model, params = build(name)
-  boundary = constant_tokens(scope, LENGTH, CHUNK, 2)
+  boundary = constant_tokens(scope, LENGTH, chunk, 2)
   return jax.device_get(
     bounded_gradient(
       model,
@@ -84,7 +94,7 @@ def oracle(name: str, scope: str):
   )
 
 
-def on_mesh(name, scope, context, member, **options):
+def on_mesh(name, scope, context, member, chunk=CHUNK, **options):
   model, params = build(name)
   mesh = make_mesh(context, member)
   with jax.set_mesh(mesh):
@@ -94,16 +104,16 @@ def on_mesh(name, scope, context, member, **options):
       PROMPT,
       make_group(),
       OBJECTIVE,
-      chunk_size=CHUNK,
+      chunk_size=chunk,
       grad_scope=scope,
       tail_chunks=2 if scope == "tail" else None,
       **options,
     )[:2]
 
 
-def check(name, scope, context, member, **options) -> None:
-  expected_loss, expected = oracle(name, scope)
-  loss, grads = on_mesh(name, scope, context, member, **options)
+def check(name, scope, context, member, chunk=CHUNK, **options) -> None:
+  expected_loss, expected = oracle(name, scope, chunk)
+  loss, grads = on_mesh(name, scope, context, member, chunk, **options)
   np.testing.assert_allclose(loss, expected_loss, 1e-12)
   assert_gradients_close(jax.device_get(grads), expected, 1e-12)
 
@@ -127,6 +137,18 @@ class EveryMeshTest(parameterized.TestCase):
   def test_every_leaf(self, name, scope, shape):
     block = 2 if sum(shape) % 2 else None
     check(name, scope, *shape, block_size=block)
+
+  def test_thirty_two_devices(self):
+    """The number of devices is a process's own: another one is started."""
+    call = "check('tiny-glm', 'full', 32, 1, chunk=32)"
+    environment = os.environ | {
+      "JAX_NUM_CPU_DEVICES": "32",
+      "JAX_ENABLE_X64": "1",
+    }
+    script = f"from tests.sharding_test import check; {call}"
+    command = [sys.executable, "-c", script]
+    root = pathlib.Path(__file__).parent.parent
+    subprocess.run(command, cwd=root, env=environment, check=True)
 
 
 class MeshTest(parameterized.TestCase):
@@ -199,6 +221,76 @@ class MeshTest(parameterized.TestCase):
           whole[..., first : first + filled, :],
           atol=1e-12,
         )
+
+
+class CollectivesTest(absltest.TestCase):
+  def test_attention_moves_queries_and_outputs_only(self):
+    """Three all-reduces forward and backward, of the sizes attend states."""
+    tokens, heads, kv_heads, width, room = 16, 4, 2, 8, 1024
+    mesh = make_mesh(8)
+
+    def gradient(q, rows, tap):
+      def call(q, tap):
+        segment = Segment(
+          rows=rows,
+          tap=tap,
+          layer=jnp.int32(0),
+          length=jnp.int32(1000),
+          start=jnp.int32(0),
+          striping=Striping(chunk=64, shards=8),
+        )
+        return attend(q, segment, 32)
+
+      out, pull_back = jax.vjp(call, q, tap)
+      return pull_back((out[0], tap))
+
+    pages = jax.NamedSharding(mesh, jax.P(None, None, "context", None))
+    shape = (2, kv_heads, room, width)
+    row = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=pages)
+    q = jax.ShapeDtypeStruct((tokens, heads, width), jnp.float32)
+    rows = {"k": row, "v": row}
+    with jax.set_mesh(mesh):
+      step = jax.jit(gradient, donate_argnums=2).lower(q, rows, rows)
+    text = step.compile().as_text()
+    moved = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", text)
+    sizes = sorted(math.prod(map(int, dims.split(","))) for dims in moved)
+    per_query = tokens * heads
+    self.assertEqual(
+      sizes, [per_query, per_query * width, per_query * (width + 1)]
+    )
+    for name in "all-gather all-to-all reduce-scatter permute".split():
+      self.assertNotIn(f" {name}", text)
+
+
+@pytest.mark.slow
+class MistakeTest(absltest.TestCase):
+  """What sharded code gets wrong is seen by these comparisons."""
+
+  def gap(self, name, context, member) -> float:
+    """Worst leaf error of a gradient that is traced anew."""
+    model, params = build(name)
+    model = Model(dataclasses.replace(model.config, name="mistaken"))
+    mesh = make_mesh(context, member)
+    with jax.set_mesh(mesh):
+      _, grads, _ = group_gradient(
+        model,
+        place_at_rest(params, mesh),
+        PROMPT,
+        make_group(),
+        OBJECTIVE,
+        chunk_size=CHUNK,
+      )
+    _, expected = oracle(name, "full", CHUNK)
+    return max(leaf_errors(jax.device_get(grads), expected).values())
+
+  def test_keys_and_values_not_reduced_over_members(self):
+    with mock.patch(f"{PAGES}.attend.sum_members", lambda tree: tree):
+      self.assertGreater(self.gap("tiny-hybrid", 2, 2), 1e-3)
+
+  def test_top_keys_of_one_device(self):
+    place = "longstraw_jax.ops.selection.gather_owners"
+    with mock.patch(place, lambda tree: tree):
+      self.assertGreater(self.gap("tiny-glm", 2, 1), 1e-3)
 
 
 class RefusalTest(parameterized.TestCase):

@@ -17,7 +17,7 @@ from longstraw_jax.models.contract import State, Update
 from longstraw_jax.models.layers import NORMS
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
-from longstraw_jax.ops.pages import PAGE_ATTENTION, Segment
+from longstraw_jax.ops.pages import PAGE_ATTENTION, Segment, stored_struct
 from longstraw_jax.sharding import constrain
 from longstraw_jax.state import Pages, tree_zeros
 from longstraw_jax.types import Span, Tree
@@ -226,13 +226,23 @@ class Model:
     return block.mixer.state_shapes(tokens, self.config.dtype)
 
   def state_shapes(self, tokens: int) -> tuple[Tree, Tree]:
-    """Shapes of all rows of `tokens` tokens and of all carries."""
+    """Shapes of all rows of `tokens` tokens, as stored, and of all carries.
+
+    Rows without a gradient (constant_rows) keep the model's dtype.
+    """
+    config = self.config
     rows: dict[str, dict] = {}
     carry: dict[str, dict] = {}
     for stage, layer, block, repeats in self.layers():
+      new_rows, new_carry = self._shapes(block, tokens)
+      constant = getattr(block.mixer, "constant_rows", ())
+      new_rows = {
+        name: x if name in constant else stored_struct(x, config.page_dtype)
+        for name, x in new_rows.items()
+      }
       stacked = jax.tree.map(
         lambda x, n=repeats: jax.ShapeDtypeStruct((n, *x.shape), x.dtype),
-        self._shapes(block, tokens),
+        (new_rows, new_carry),
       )
       rows.setdefault(stage, {})[layer] = stacked[0]
       carry.setdefault(stage, {})[layer] = stacked[1]
@@ -312,6 +322,7 @@ class Model:
           length=view.length,
           start=view.start,
           striping=view.striping,
+          dtype=self.config.dtype if self.config.page_dtype else None,
         )
         for view, tap in zip(views, taps, strict=True)
       )

@@ -16,6 +16,7 @@ from jax import Array, lax
 import jax.numpy as jnp
 import numpy as np
 
+from longstraw_jax.checks import listed
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
@@ -334,19 +335,16 @@ def _check(
       continue
     report("left over", name)
   if troubles:
-    lines = [f"{kind}: {_listed(names)}" for kind, names in troubles.items()]
+    lines = [
+      f"{kind}: {listed(names, MOST_LISTED)}"
+      for kind, names in troubles.items()
+    ]
     where = getattr(source, "path", "the checkpoint")
     raise ValueError(
       f"the tensors of {str(where)!r} are not those of its model; "
       + "; ".join(lines)
       + "; fetch it again, or correct its config.json"
     )
-
-
-def _listed(names: list[str]) -> str:
-  more = len(names) - MOST_LISTED
-  text = ", ".join(names[:MOST_LISTED])
-  return f"{text} and {more} more" if more > 0 else text
 
 
 def _equal(source: TensorSource, a: str, b: str) -> bool:

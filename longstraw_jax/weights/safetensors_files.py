@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 import tempfile
 
 import ml_dtypes
@@ -48,6 +49,8 @@ DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_Item = tuple[TensorInfo, np.ndarray | Callable[[], np.ndarray]]
+
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
@@ -63,6 +66,7 @@ class SafetensorsSource:
     path: the folder or file it was opened from.
     tensors: every tensor by name, in the order of the shards. Tensors that the
       shards hold and the index does not name are among them.
+    metadata: of all files together.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -100,6 +104,7 @@ class SafetensorsSource:
           f"{SINGLE_NAME} or {INDEX_NAME}"
         )
     self.tensors: dict[str, TensorInfo] = {}
+    self.metadata: dict[str, str] = {}
     self._places: dict[str, tuple[pathlib.Path, _Entry]] = {}
     self._maps: dict[pathlib.Path, np.ndarray] = {}
     for file in files:
@@ -137,7 +142,9 @@ class SafetensorsSource:
         f"shard {str(file)!r} is missing but {INDEX_NAME} names it: fetch the "
         "checkpoint again"
       )
-    for entry in _read_header(file):
+    metadata, entries = _read_header(file)
+    self.metadata |= metadata
+    for entry in entries:
       name = entry.info.name
       if name in self._places:
         raise ValueError(
@@ -150,7 +157,7 @@ class SafetensorsSource:
 
 def write_safetensors(
   folder: str | os.PathLike[str],
-  tensors: Iterable[tuple[TensorInfo, np.ndarray | Callable[[], np.ndarray]]],
+  tensors: Iterable[_Item],
   *,
   max_shard_bytes: int = 5_000_000_000,
   metadata: Mapping[str, str] | None = None,
@@ -207,6 +214,34 @@ def write_safetensors(
   return [folder / name for name in names]
 
 
+def write_safetensors_file(
+  file: str | os.PathLike[str],
+  tensors: Iterable[_Item],
+  metadata: Mapping[str, str],
+) -> None:
+  """Writes one file of any name, one tensor in memory at a time.
+
+  It appears when it is complete, in place of an older one of its name.
+
+  Args:
+    file: its folder is made if absent.
+    tensors: as in write_safetensors.
+    metadata: of the file.
+
+  Raises:
+    ValueError: as in write_safetensors.
+  """
+  file = pathlib.Path(file)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  (shard,) = _plan(list(tensors), sys.maxsize)
+  with tempfile.TemporaryDirectory(
+    prefix=".partial-", dir=file.parent
+  ) as partial:
+    made = pathlib.Path(partial, file.name)
+    _write_shard(made, shard, dict(metadata))
+    os.replace(made, file)
+
+
 def _refuse(file: pathlib.Path, wrong: str, remedy: str = "") -> ValueError:
   remedy = remedy or "fetch it again"
   return ValueError(f"{str(file)!r} cannot be read: {wrong}; {remedy}")
@@ -258,7 +293,7 @@ def _read_index(file: pathlib.Path) -> dict[str, str]:
   return weight_map
 
 
-def _read_header(file: pathlib.Path) -> list[_Entry]:
+def _read_header(file: pathlib.Path) -> tuple[dict[str, str], list[_Entry]]:
   size = file.stat().st_size
   with file.open("rb") as opened:
     prefix = opened.read(8)
@@ -275,7 +310,8 @@ def _read_header(file: pathlib.Path) -> list[_Entry]:
         file, f"it gives its header {length} bytes but has {size} in all"
       )
     header = _load_json(file, opened.read(length), "header")
-  _check_metadata(file, header.pop("__metadata__", {}))
+  metadata = header.pop("__metadata__", {})
+  _check_metadata(file, metadata)
   start = 8 + length
   entries = [
     _entry(file, name, fields, start) for name, fields in header.items()
@@ -297,7 +333,7 @@ def _read_header(file: pathlib.Path) -> list[_Entry]:
     raise _refuse(
       file, f"it {kind}: its header asks for {end} bytes, it has {size}"
     )
-  return entries
+  return metadata, entries
 
 
 def _check_metadata(file: pathlib.Path, metadata) -> None:
@@ -344,9 +380,6 @@ def _are_sizes(value) -> bool:
   return isinstance(value, list) and all(
     type(n) is int and n >= 0 for n in value
   )
-
-
-_Item = tuple[TensorInfo, np.ndarray | Callable[[], np.ndarray]]
 
 
 def _num_bytes(info: TensorInfo) -> int:

@@ -29,6 +29,12 @@ from longstraw_jax.ops.pages.segment import (
   PAGE_ATTENTION,
   Segment,
 )
+from longstraw_jax.ops.pages.stored import (
+  ScaledRows,
+  store,
+  stored_struct,
+  wide_zeros,
+)
 from longstraw_jax.ops.pages.striping import (
   WHOLE,
   Striping,
@@ -41,6 +47,7 @@ __all__ = [
   "EMPTY_LSE",
   "PAGE_ATTENTION",
   "Part",
+  "ScaledRows",
   "Segment",
   "Striping",
   "WHOLE",
@@ -52,5 +59,8 @@ __all__ = [
   "open_rows",
   "read_block",
   "row_specs",
+  "store",
+  "stored_struct",
   "sum_owners",
+  "wide_zeros",
 ]

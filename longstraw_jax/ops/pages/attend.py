@@ -208,6 +208,11 @@ def attend(
   dynamic trip count: one program serves every filled length. All filled rows
   are visible, so the segment must lie before the queries.
 
+  Where devices share the rows, these stay where they are: every device attends
+  to its own and three all-reduces join the parts, of T N maxima and of
+  T N (Hv + 1) outputs with their normalisers forward, of T N H cotangents of
+  the queries backward, all in float32 or wider.
+
   Args:
     q_TNH: queries, unscaled; N is a multiple of the K key/value heads.
     segment: the rows to attend to.

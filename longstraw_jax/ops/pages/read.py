@@ -16,6 +16,7 @@ from longstraw_jax.ops.pages.segment import (
   give_member_axis,
   read_slots,
 )
+from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import (
   WHOLE,
   on_owners,
@@ -138,11 +139,11 @@ def _scatter_rows_members(axis_size, batched, tap, place, positions, drows):
 
 def _gather_part(names, rows, place, positions):
   slots, inside = place.slot_of(positions - place.start)
+  take = lambda x: _rows_at(x, place.layer, slots).get(
+    mode="fill", fill_value=0
+  )
   taken = {
-    name: _rows_at(rows[name], place.layer, slots).get(
-      mode="fill", fill_value=0
-    )
-    for name in names
+    name: expand(jax.tree.map(take, rows[name]), place.dtype) for name in names
   }
   if place.striping is None:
     return taken, inside

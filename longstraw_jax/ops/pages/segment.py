@@ -6,6 +6,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import Striping
 from longstraw_jax.types import Tree
 
@@ -28,6 +29,7 @@ class Segment:
     length: how many of the S rows are filled.
     start: position of row 0; row i stands at start + i.
     striping: how devices share the rows; None where each holds them all.
+    dtype: what a read gives, where rows are stored in another form.
   """
 
   rows: dict[str, Array]
@@ -36,6 +38,7 @@ class Segment:
   length: Int[Array, ""]
   start: Int[Array, ""]
   striping: Striping | None = struct.field(pytree_node=False, default=None)
+  dtype: str | None = struct.field(pytree_node=False, default=None)
 
   @property
   def shards(self) -> int:
@@ -60,6 +63,7 @@ class Place:
   length: Int[Array, ""]
   start: Int[Array, ""]
   striping: Striping | None = struct.field(pytree_node=False, default=None)
+  dtype: str | None = struct.field(pytree_node=False, default=None)
 
   @classmethod
   def of(cls, segment: Segment) -> "Place":
@@ -68,6 +72,7 @@ class Place:
       length=segment.length,
       start=segment.start,
       striping=segment.striping,
+      dtype=segment.dtype,
     )
 
   def offset_of(self, slots):
@@ -88,13 +93,17 @@ class Place:
     return jnp.where(inside, offsets, 2**30), inside
 
 
-def slice_rows(buffer: Array, layer, offset, size: int) -> Array:
+def slice_rows(buffer: Tree, layer, offset, size: int) -> Tree:
   """Rows [offset, offset + size) of one layer, without the layer axis."""
-  starts = [0] * buffer.ndim
-  starts[0], starts[-2] = layer, offset
-  sizes = (1, *buffer.shape[1:-2], size, buffer.shape[-1])
-  starts = [jnp.asarray(start, jnp.int32) for start in starts]
-  return lax.dynamic_slice(buffer, starts, sizes)[0]
+
+  def one(x):
+    starts = [0] * x.ndim
+    starts[0], starts[-2] = layer, offset
+    sizes = (1, *x.shape[1:-2], size, x.shape[-1])
+    starts = [jnp.asarray(start, jnp.int32) for start in starts]
+    return lax.dynamic_slice(x, starts, sizes)[0]
+
+  return jax.tree.map(one, buffer)
 
 
 def add_block(buffer: Array, layer, offset, block: Array) -> Array:
@@ -120,7 +129,7 @@ def read_slots(rows: dict, place: Place, index, size: int):
   wanted = jnp.asarray(index, jnp.int32) * size
   offset = jnp.minimum(wanted, capacity - size)
   block = {
-    name: slice_rows(buffer, place.layer, offset, size)
+    name: expand(slice_rows(buffer, place.layer, offset, size), place.dtype)
     for name, buffer in rows.items()
   }
   slots = offset + jnp.arange(size, dtype=jnp.int32)

@@ -63,6 +63,20 @@ class Striping:
     mine = within // self.share == lax.axis_index(_ROWS)
     return offsets // self.chunk * self.share + within % self.share, mine
 
+  def deal(self, rows: Array) -> Array:
+    """Rows [..., S, H] in the order of the sequence, as devices store them."""
+    split = rows.reshape(
+      *rows.shape[:-2], -1, self.shards, self.share, rows.shape[-1]
+    )
+    return split.swapaxes(-4, -3).reshape(rows.shape)
+
+  def collect(self, rows: Array) -> Array:
+    """The inverse of deal."""
+    split = rows.reshape(
+      *rows.shape[:-2], self.shards, -1, self.share, rows.shape[-1]
+    )
+    return split.swapaxes(-4, -3).reshape(rows.shape)
+
   def filled_slots(self, length) -> Int[Array, ""]:
     """A bound on the filled slots of any device."""
     chunks = lax.div(length + (self.chunk - 1), jnp.int32(self.chunk))

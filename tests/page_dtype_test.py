@@ -1,0 +1,152 @@
+"""Pages stored narrower than they are computed with: exact but for rounding."""
+
+import dataclasses
+
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longstraw_jax import (
+  PRESETS,
+  Group,
+  Model,
+  capture,
+  group_gradient,
+  make_mesh,
+  place_at_rest,
+  replay,
+)
+from longstraw_jax.config import PAGE_DTYPES
+from longstraw_jax.objectives import LikelihoodObjective
+from longstraw_jax.ops.pages.stored import ScaledRows, expand, store
+from longstraw_jax.testing.compare import assert_gradients_close, leaf_errors
+
+PROMPT = np.random.default_rng(0).integers(0, 61, 41).astype(np.int32)
+RESPONSES = np.random.default_rng(1).integers(0, 61, (2, 4))
+# Of the whole gradient; the widths of a mantissa: 8, 11, 4, 3 and 8 bits.
+GAPS = {
+  "bfloat16": 2e-2,
+  "float16": 3e-3,
+  "float8_e4m3fn": 2e-1,
+  "float8_e5m2": 4e-1,
+  "int8": 3e-2,
+}
+
+
+def model_of(page_dtype: str | None, name="tiny-hybrid") -> Model:
+  preset = PRESETS[name]
+  stages = tuple(
+    dataclasses.replace(stage, repeats=1) for stage in preset.stages
+  )
+  return Model(
+    dataclasses.replace(
+      preset,
+      dtype="float64",
+      param_dtype="float64",
+      norm_eps=1e-3,
+      stages=stages,
+      page_dtype=page_dtype,
+    )
+  )
+
+
+PARAMS = jax.jit(model_of(None).init)(jax.random.key(0))
+
+
+def gradient(model, params=PARAMS, **options):
+  group = Group.create(RESPONSES, [4, 3], rewards=[1, 0], advantages=[1, -1])
+  return group_gradient(
+    model,
+    params,
+    PROMPT,
+    group,
+    LikelihoodObjective(),
+    chunk_size=8,
+    **options,
+  )[1]
+
+
+def gap(found, wanted) -> float:
+  square = lambda tree: sum((x**2).sum() for x in jax.tree.leaves(tree))
+  return float(
+    jnp.sqrt(square(jax.tree.map(jnp.subtract, found, wanted)) / square(wanted))
+  )
+
+
+class StoreTest(parameterized.TestCase):
+  @parameterized.parameters(1.0, 1e-3, 0.0)
+  def test_int8_rounds_to_half_a_step_of_its_row(self, scale):
+    rows = scale * np.random.default_rng(2).normal(size=(3, 5, 16))
+    rows = rows * 10.0 ** np.arange(5)[:, None]  # every row has its own scale
+    buffer = ScaledRows(
+      jnp.zeros(rows.shape, jnp.int8), jnp.zeros((3, 5, 1), jnp.float32)
+    )
+    found = expand(store({"k": rows}, {"k": buffer})["k"], "float64")
+    step = np.abs(rows).max(-1, keepdims=True) / 127
+    self.assertLessEqual(float((abs(found - rows) - 0.51 * step).max()), 1e-9)
+
+
+class PageDtypeTest(parameterized.TestCase):
+  @parameterized.parameters(*PAGE_DTYPES)
+  def test_state_bytes(self, page_dtype):
+    rows, _ = model_of(page_dtype).state_shapes(64)
+    leaves = jax.tree.leaves(rows)
+    size = sum(x.size * x.dtype.itemsize for x in leaves)
+    values = sum(x.size for x in leaves if x.shape[-1] > 1)
+    scales = sum(4 * x.size for x in leaves if x.shape[-1] == 1)
+    item = 1 if page_dtype == "int8" else jnp.dtype(page_dtype).itemsize
+    self.assertEqual(size, item * values + scales)
+
+  @parameterized.parameters("float16", "int8")
+  def test_gradient_is_near_that_over_whole_pages(self, page_dtype):
+    found = gradient(model_of(page_dtype))
+    error = gap(found, gradient(model_of(None)))
+    print(f"\n{page_dtype}: {error:.1e} of the gradient")
+    self.assertLess(error, GAPS[page_dtype])
+    self.assertGreater(error, 1e-6)  # something was rounded
+
+  def test_the_same_on_a_mesh(self):
+    model, mesh = model_of("int8"), make_mesh(2)
+    with jax.set_mesh(mesh):
+      found = gradient(model, place_at_rest(PARAMS, mesh))
+    assert_gradients_close(jax.device_get(found), gradient(model), 1e-12)
+
+  def test_the_gradient_is_that_of_rounding_passed_by(self):
+    """Plain autodiff of replay over a state that was rounded, state fixed."""
+    model = model_of("int8")
+    whole = model_of(None)
+
+    def loss(trainable):
+      params = PARAMS.replace(trainable=trainable)
+      state = capture(model, PARAMS, PROMPT, chunk_size=8)
+      pages = jax.tree.map(
+        lambda x: expand(x, "float64"),
+        state.pages,
+        is_leaf=lambda x: isinstance(x, ScaledRows),
+      )
+      state = state.replace(pages=pages)
+      scores = replay(whole, params, state, RESPONSES, jnp.array([4, 3]))
+      return -scores.sum()
+
+    expected = jax.grad(loss)(PARAMS.trainable)
+    found = gradient(model, grad_scope="response_only")
+    ratio = jax.tree.leaves(expected)[0] / jax.tree.leaves(found)[0]
+    scale = float(jnp.nanmedian(ratio))
+    found = jax.tree.map(lambda x: x * scale, found)
+    self.assertLess(max(leaf_errors(found, expected).values()), 1e-9)
+
+  def test_the_composed_form_is_refused(self):
+    model = model_of("int8")
+
+    def loss(trainable):
+      params = PARAMS.replace(trainable=trainable)
+      state = capture(model, params, PROMPT, chunk_size=8, grad_scope="full")
+      return replay(model, params, state, RESPONSES, jnp.array([4, 3])).sum()
+
+    with self.assertRaisesRegex(ValueError, "int8.*group_gradient"):
+      jax.grad(loss)(PARAMS.trainable)
+
+  def test_an_unknown_dtype(self):
+    with self.assertRaisesRegex(ValueError, "page_dtype.*int4"):
+      model_of("int4")
