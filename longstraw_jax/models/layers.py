@@ -2,11 +2,16 @@
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from longstraw_jax.ops.precision import widen
 from longstraw_jax.sharding import constrain
+
+# Name of linear maps' outputs for checkpoint policies: the sum with an
+# adapter's, which is all that follows needs.
+PROJECTION = "projection"
 
 
 def weight(module: nn.Module, name: str, init, shape, dtype: str):
@@ -74,7 +79,7 @@ class Linear(nn.Module):
       zeros = nn.initializers.zeros
       bias = self.param("bias", zeros, (self.features,), self.param_dtype)
       y = y + bias.astype(self.dtype)
-    return stay(y)
+    return checkpoint_name(stay(y), PROJECTION)
 
   @nn.compact
   def matrix(self, inputs: int) -> Float[Array, "D F"]:
