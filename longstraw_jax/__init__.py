@@ -1,6 +1,6 @@
 """GRPO over very long shared prompts, with exact gradients through them."""
 
-from longstraw_jax.capture import capture, extend
+from longstraw_jax.capture import capture, extend, reverse_chunks
 from longstraw_jax.config import (
   AttentionConfig,
   DeltaConfig,
@@ -11,7 +11,7 @@ from longstraw_jax.config import (
   RopeConfig,
   Stage,
 )
-from longstraw_jax.group import group_gradient
+from longstraw_jax.group import branch_gradient, group_gradient
 from longstraw_jax.lora import (
   LoraConfig,
   add_lora,
@@ -73,6 +73,7 @@ __all__ = [
   "add_lora",
   "attend",
   "attend_blocks",
+  "branch_gradient",
   "capture",
   "constrain",
   "drop_lora",
@@ -92,6 +93,7 @@ __all__ = [
   "replay",
   "replay_scores",
   "rollout",
+  "reverse_chunks",
   "save_pretrained",
   "save_state",
   "sequence_logprobs",

@@ -379,7 +379,7 @@ def reverse_walk(
   state: PromptState,
   page_grads: Tree,
   sums: Gradients,
-) -> tuple[Gradients, Tree]:
+) -> Gradients:
   """Pulls the cotangents of a prompt's pages and carry back to the weights.
 
   Args:
@@ -389,20 +389,63 @@ def reverse_walk(
     state: captured with a differentiated scope.
     page_grads: accumulator of the pages, used up in place.
     sums: parameter gradients so far and the exit carry's cotangent.
+  """
+  number = state.capacity // state.chunk_size
+  walked = reverse_chunks(
+    model,
+    params,
+    prompt,
+    state,
+    page_grads,
+    sums,
+    first=state.first_chunk,
+    stop=number,
+  )
+  return walked[0]
+
+
+def reverse_chunks(
+  model: Model,
+  params: Params,
+  prompt: Int[Array, "P"],
+  state: PromptState,
+  page_grads: Tree,
+  sums: Gradients,
+  *,
+  first: Int[Array, ""] | int,
+  stop: Int[Array, ""] | int,
+) -> tuple[Gradients, Tree]:
+  """reverse_walk over the chunks [first, stop), for walks in several parts.
+
+  The parts are walked from the last to the first, each with what the one
+  before returned; together they are reverse_walk, bit by bit.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    prompt: as in reverse_walk.
+    state: as in reverse_walk.
+    page_grads: accumulator of the pages, used up in place.
+    sums: parameter gradients so far and the cotangent of the carry behind
+      chunk `stop` - 1.
+    first: the first chunk to walk; may be traced.
+    stop: the first chunk that has been walked; may be traced.
 
   Returns:
-    The sums, and the accumulator, which is of no more use than its memory.
+    The sums, with the cotangent of the carry before chunk `first`, and the
+    accumulator.
   """
   tokens = padded(prompt, state.capacity)
+  until = jnp.asarray(stop, jnp.int32) * state.chunk_size
   return walk_backward(
     model,
     params,
     (),
-    _prompt_job(tokens, state.length, state.chunk_size),
+    _prompt_job(tokens, jnp.minimum(state.length, until), state.chunk_size),
     state.pages,
     state.saved_carries,
     None,
     page_grads,
     sums,
-    first_block=state.first_chunk,
+    first_block=first,
   )

@@ -17,6 +17,7 @@ from longstraw_jax.replay import (
 )
 from longstraw_jax.state import PromptState
 from longstraw_jax.types import Group
+from longstraw_jax.walk import Gradients
 
 Objective = Callable[[Array, Array, Group], tuple[Array, dict]]
 
@@ -121,11 +122,57 @@ def _group_gradient(
   group,
   state,
 ):
+  loss, sums, metrics = branch_gradient(
+    model,
+    params,
+    group,
+    objective,
+    state,
+    block_size=block,
+    members_at_once=members_at_once,
+    page_grad_dtype=page_grad_dtype,
+  )
+  if state.differentiated:
+    (page_grads,) = sums.priors
+    sums = reverse_walk(
+      model, params, prompt, state, page_grads, sums.replace(priors=())
+    )
+  return loss, sums.params, metrics
+
+
+def branch_gradient(
+  model: Model,
+  params: Params,
+  group: Group,
+  objective: Objective,
+  state: PromptState,
+  *,
+  block_size: int,
+  members_at_once: int = 1,
+  page_grad_dtype: str | None = None,
+) -> tuple[Float[Array, ""], Gradients, dict]:
+  """group_gradient up to the prompt, for who walks back over it in parts.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    group: the responses.
+    objective: as in group_gradient.
+    state: of the prompt.
+    block_size: response tokens processed at once.
+    members_at_once: members replayed together.
+    page_grad_dtype: as in group_gradient.
+
+  Returns:
+    The loss; the sums so far: of the parameters and, where the state is
+    differentiated, of its pages (`priors[0]`) and carry, which reverse_walk
+    or reverse_chunks take; the objective's metrics.
+  """
   responses = jnp.asarray(group.responses, jnp.int32)
   lengths = jnp.asarray(group.lengths, jnp.int32)
   members = (responses, lengths, group.choices)
   scores, changed = score_members(
-    model, block, members_at_once, params, state, *members
+    model, block_size, members_at_once, params, state, *members
   )
   call = lambda logprobs, entropy: objective(logprobs, entropy, group)
   loss, pull_back, metrics = jax.vjp(call, *scores, has_aux=True)
@@ -136,7 +183,7 @@ def _group_gradient(
     metrics = metrics | {"choices_changed_share": share}
   sums = replay_members(
     model,
-    block,
+    block_size,
     members_at_once,
     params,
     state,
@@ -144,9 +191,4 @@ def _group_gradient(
     dscores,
     page_grad_dtype,
   )
-  if state.differentiated:
-    (page_grads,) = sums.priors
-    sums, _ = reverse_walk(
-      model, params, prompt, state, page_grads, sums.replace(priors=())
-    )
-  return loss, sums.params, metrics
+  return loss, sums, metrics

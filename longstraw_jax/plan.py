@@ -28,7 +28,7 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from longstraw_jax.capture import capture, reverse_walk
+from longstraw_jax.capture import capture, reverse_chunks
 from longstraw_jax.checks import (
   CONSTANT_SCOPES,
   check_chunk_size,
@@ -341,7 +341,18 @@ class _Shapes:
       )
 
     def reverse(params, prompt, state, page_grads, sums):
-      return reverse_walk(model, params, prompt, state, page_grads, sums)
+      # All chunks; what reverse_walk does and hands back the accumulator too,
+      # so that it is updated where it is.
+      return reverse_chunks(
+        model,
+        params,
+        prompt,
+        state,
+        page_grads,
+        sums,
+        first=state.first_chunk,
+        stop=state.capacity // state.chunk_size,
+      )
 
     def optimizer(learner, grads):
       return apply_gradient(config.optimizer, learner, grads)

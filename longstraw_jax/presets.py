@@ -141,6 +141,18 @@ PRESETS: dict[str, ModelConfig] = {
       saved="everything",
     ),
     ModelConfig(
+      name="million-hybrid",
+      vocab_size=258,
+      embed_dim=64,
+      hidden_dim=128,
+      stages=(Stage(pattern=(DELTA, DELTA, DELTA, ATTENTION), repeats=1),),
+      attention=gated_attention(2, 1, 16, rotary_dim=8),
+      delta=DeltaConfig(
+        num_key_heads=2, num_value_heads=2, key_dim=32, value_dim=32
+      ),
+      page_dtype="int8",
+    ),
+    ModelConfig(
       name="qwen3.6-27b",
       vocab_size=248320,
       embed_dim=5120,

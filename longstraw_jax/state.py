@@ -162,10 +162,10 @@ def fill_up_rows(
 
   def place(old, new):
     stays = jnp.arange(tokens)[:, None] < filled
-    return jnp.where(stays, old, jnp.roll(new.astype(old.dtype), filled, -2))
+    return jnp.where(stays, old, jnp.roll(new, filled, -2))
 
   old = read_rows(buffers, border, tokens, striping)
-  rows = jax.tree.map(place, old, rows)
+  rows = jax.tree.map(place, old, store(rows, old))
   return write_rows(buffers, rows, border, striping)
 
 

@@ -379,8 +379,9 @@ def walk_backward(
     first_block: blocks before it are constants.
 
   Returns:
-    The sums with this job's share added, and the accumulator of its own rows:
-    who gave one up has it updated in place.
+    The sums with this job's share added, `carry` being the cotangent at the
+    entry of the first block walked; and the accumulator of the job's own rows,
+    with what the walked blocks added to the rows before them.
   """
   if own is None and job.blocks > 1:
     own = wide_zeros(model.gradient_rows(rows))

@@ -7,6 +7,9 @@ import sys
 import tempfile
 
 from absl.testing import parameterized
+import numpy as np
+
+from experiments import train_grpo
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -30,6 +33,34 @@ def run_script(name: str, *flags: str) -> subprocess.CompletedProcess:
     text=True,
     check=False,
   )
+
+
+class ClaimTest(parameterized.TestCase):
+  """What train_grpo says of a run that began with a checkpoint."""
+
+  def claim(self, start, end):
+    row = lambda x: {"heldout_reward": np.mean(x), "heldout_rewards": list(x)}
+    return train_grpo.pretrained_claim(row(start), row(end))
+
+  def test_a_gain_over_enough_pairs(self):
+    start = np.arange(128) % 2.0
+    end = np.maximum(start, np.arange(128) % 4 == 0)  # 32 of 64 misses gained
+    text, held = self.claim(start, end)
+    self.assertTrue(held, text)
+    # Mean 0.25, standard deviation sqrt(0.25 0.75 128 / 127).
+    self.assertIn("gain 0.250 with a lower 95 % bound of 0.175", text)
+
+  def test_pairs_decide(self):
+    """The same means, but half of the gains are undone elsewhere."""
+    start = np.repeat([1.0, 0.0], 64)
+    self.assertFalse(self.claim(start, start[::-1])[1])
+
+  def test_too_few_prompts(self):
+    self.assertFalse(self.claim(np.zeros(64), np.ones(64))[1])
+
+  def test_too_small_a_gain(self):
+    end = (np.arange(1280) % 10 == 0) * 1.0
+    self.assertFalse(self.claim(np.zeros(1280), end)[1])
 
 
 class ScriptTest(parameterized.TestCase):

@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
+import pytest
 
 PROMPT, RESPONSE, CHUNK = 32768, 128, 256
 MIB = 2**20
@@ -76,8 +77,65 @@ def planned() -> dict[tuple, int]:
   return dict(zip(CASES, sizes, strict=True))
 
 
+_RUN_SCRIPT = """
+import pathlib
+import jax, jax.numpy as jnp
+from longstraw_jax import PRESETS, Group, Model, PolicyObjective, group_gradient
+
+model = Model(PRESETS["bench-hybrid"])
+params = jax.jit(model.init)(jax.random.key(0))
+room, filled = 2**19, 3000  # pages are as large as their capacity
+prompt = jnp.zeros(room + 1, jnp.int32)
+group = Group.create(
+  jnp.ones((2, 16), jnp.int32), [16, 9], rewards=[1, 0], advantages=[1, -1]
+)
+
+
+def gradient(params, prompt, group, length):
+  return group_gradient(
+    model, params, prompt, group, PolicyObjective(), chunk_size=2048,
+    capacity=room, length=length,
+  )
+
+
+def resident(name):
+  for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+    if line.startswith(name):
+      return 1024 * int(line.split()[1])
+
+
+args = params, prompt, group, jnp.int32(filled)
+call = jax.jit(gradient).lower(*args).compile()
+plan = call.memory_analysis()
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+before = resident("VmRSS")
+jax.block_until_ready(call(*args))
+grown = resident("VmHWM") - before
+print(plan.temp_size_in_bytes + plan.output_size_in_bytes, grown)
+"""
+
 # Four attention layers, keys and values, two heads of 32 floats.
 PAGES = PROMPT * 4 * 2 * 2 * 32 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not os.path.exists("/proc/self/clear_refs"), reason="Linux counts for us"
+)
+class RealityTest(absltest.TestCase):
+  def test_a_plan_against_resident_memory(self):
+    """Of a program of more than 2 GiB, compiled before and then run."""
+    done = subprocess.run(
+      [sys.executable, "-c", _RUN_SCRIPT],
+      env=os.environ | {"JAX_ENABLE_X64": "0"},
+      capture_output=True,
+      text=True,
+      check=True,
+    )
+    planned, grown = map(int, done.stdout.split()[-2:])
+    print(f"\nplanned {planned / MIB:.0f} MiB, grown {grown / MIB:.0f} MiB")
+    self.assertGreaterEqual(planned, 2048 * MIB)
+    self.assertLess(abs(grown / planned - 1), 0.1)
 
 
 class MemoryTest(parameterized.TestCase):

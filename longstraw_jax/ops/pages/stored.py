@@ -54,9 +54,11 @@ def stored_struct(row: jax.ShapeDtypeStruct, page_dtype: str | None):
 
 
 def store(rows: Tree, buffers: Tree) -> Tree:
-  """Rows in the form that their buffers have."""
+  """Rows in the form that their buffers have; stored ones stay as they are."""
 
   def one(buffer, row):
+    if _is_stored(row):
+      return row
     if not _is_stored(buffer):
       return row.astype(buffer.dtype)
     row = widen(row)
