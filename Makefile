@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 TEST_JOBS ?= 2
 EXTRAS ?= dev
 
-.PHONY: train train-2proc test test-all test-parity parity smollm2 lint clean
+.PHONY: train train-2proc test test-all test-parity parity smollm2
+.PHONY: test-plan plans lint clean
 
 $(STAMP): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,7 +30,7 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal \
-	  -m "not gpu and not parity"
+	  -m "not gpu and not parity and not plan"
 
 # In a folder of its own: torch is large and nothing else needs it.
 test-parity:
@@ -42,9 +43,16 @@ smollm2: $(STAMP)
 parity: smollm2
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m parity
 
+# The same for the compiler for GPUs, which no GPU is needed for.
+test-plan:
+	$(MAKE) VENV=$(VENV)-plan EXTRAS=dev,plan plans
+
+plans: $(STAMP)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m plan
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) $(VENV)-parity runs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-parity $(VENV)-plan runs .pytest_cache .ruff_cache

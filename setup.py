@@ -41,6 +41,7 @@ setuptools.setup(
     "cuda12": ["jax[cuda12]>=0.10.2"],
     "test": _TEST,
     "parity": ["peft==0.21.2", "torch==2.13.0", "transformers==5.24.0"],
+    # XLA's compiler for GPUs alone, 182 MB: they need no CUDA libraries.
     "plan": ["jax-cuda12-plugin>=0.10.2", "jax-cuda12-pjrt>=0.10.2"],
     "dev": _TEST + _LINT,
   },

@@ -53,6 +53,12 @@ def define(config: Any, prefix: str = "", skip: frozenset[str] = frozenset()):
     _DEFINERS[kind](prefix + name, default, _help_of(config, name))
 
 
+def define_optional(config: Any, prefix: str) -> None:
+  """The same flags without values, for what is kept unless it is given."""
+  for name, kind, _ in _scalars(config, frozenset()):
+    _DEFINERS[kind](prefix + name, None, _help_of(config, name))
+
+
 def parse(
   config: Any,
   values: Mapping[str, Any],

@@ -115,15 +115,18 @@ def member_vmap(fn: Callable, number: int, **axes) -> Callable:
 # --- Arrays at rest --------------------------------------------------------
 
 
+SMALL = 2**16  # entries of a layer's vector that are not worth sharing out
+
+
 def rest_axes(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple:
   """Logical axes of a parameter at rest: its first axis that divides.
 
   Stacked leaves have their repeats first, which the layer scan cuts: it stays
-  whole. Vectors are small and stay whole too.
+  whole. Vectors stay whole too, unless they are a matrix in a stored form.
   """
   first = 1 if path[0].startswith("stage_") else 0
   axes: list[str | None] = [None] * len(shape)
-  if len(shape) - first >= 2:
+  if len(shape) - first >= 2 or shape and shape[-1] >= SMALL:
     for i in range(first, len(shape)):
       if shape[i] % num_shards("weights") == 0:
         axes[i] = "weights"
@@ -150,11 +153,39 @@ def rest_specs(tree: Tree) -> Tree:
   return jax.tree_util.tree_map_with_path(one, tree)
 
 
+def carry_specs(tree: Tree, lead: int = 1) -> Tree:
+  """Specs of carries: the first axis that divides, for most that of heads.
+
+  Args:
+    tree: stacked carries [L, ...].
+    lead: axes before those of one layer's carry.
+  """
+  shards = num_shards("heads")
+
+  def one(x):
+    axes: list[str | None] = [None] * x.ndim
+    for i in range(lead, x.ndim):
+      if x.shape[i] % shards == 0:
+        axes[i] = "heads"
+        break
+    return spec(*axes)
+
+  return jax.tree.map(one, tree)
+
+
+def constrain_tree(tree: Tree, specs: Tree) -> Tree:
+  """Shards a tree of intermediate arrays by specs; nothing without a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.manual_axes or mesh.size == 1:
+    return tree
+  return jax.tree.map(lax.with_sharding_constraint, tree, specs)
+
+
 def constrain_at_rest(tree: Tree) -> Tree:
   """Gives parameters, or sums of their gradients, their sharding at rest."""
   if num_shards("weights") == 1:
     return tree
-  return jax.tree.map(lax.with_sharding_constraint, tree, rest_specs(tree))
+  return constrain_tree(tree, rest_specs(tree))
 
 
 def place_at_rest(tree: Tree, mesh: Mesh) -> Tree:

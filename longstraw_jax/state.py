@@ -16,6 +16,7 @@ from longstraw_jax.ops.pages import (
   row_specs,
   store,
 )
+from longstraw_jax.sharding import carry_specs
 from longstraw_jax.types import Tree
 
 
@@ -87,6 +88,16 @@ class PromptState:
     for carries in jax.tree.leaves(self.saved_carries):
       return carries.shape[0] * self.chunk_size
     return None
+
+
+def state_specs(state: PromptState) -> PromptState:
+  """Where a state's arrays are: rows with their owners, carries by head."""
+  specs = jax.tree.map(lambda _: WHOLE, state)
+  return specs.replace(
+    pages=row_specs(state.pages) if state.striping else specs.pages,
+    carry=carry_specs(state.carry),
+    saved_carries=carry_specs(state.saved_carries, lead=2),
+  )
 
 
 def write_rows(

@@ -15,6 +15,7 @@ from longstraw_jax.capture import capture
 from longstraw_jax.group import group_gradient
 from longstraw_jax.lora import has_lora
 from longstraw_jax.models.model import Model, Params
+from longstraw_jax.ops.precision import widen
 from longstraw_jax.replay import replay_scores
 from longstraw_jax.rollout import rollout
 from longstraw_jax.sharding import constrain_at_rest, replicate
@@ -43,8 +44,10 @@ class Learner:
 
 
 def make_learner(params: Params, optimizer: OptimizerConfig) -> Learner:
-  """A learner that has taken no step."""
-  opt_state = optimizer.build().init(params.trainable)
+  """A learner that has taken no step; moments are float32 or wider."""
+  # As gradients are: moments in bfloat16 would turn float32 at the first step.
+  wide = lambda x: widen(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+  opt_state = jax.tree.map(wide, optimizer.build().init(params.trainable))
   return Learner(params=params, opt_state=opt_state, step=jnp.int32(0))
 
 
@@ -159,6 +162,21 @@ def score_reference(
   return per_prompt(one, engine.prompts_at_once, groups, prompts)
 
 
+def apply_gradient(
+  optimizer: OptimizerConfig, learner: Learner, grads: Tree
+) -> Learner:
+  """The learner one optimizer step on."""
+  updates, opt_state = optimizer.build().update(
+    grads, learner.opt_state, learner.params.trainable
+  )
+  trainable = optax.apply_updates(learner.params.trainable, updates)
+  return Learner(
+    params=learner.params.replace(trainable=constrain_at_rest(trainable)),
+    opt_state=constrain_at_rest(opt_state),
+    step=learner.step + 1,
+  )
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def update(
   model: Model,
@@ -223,15 +241,7 @@ def update(
   shapes = jax.eval_shape(together, *jax.tree.map(lambda x: x[0], batches))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes[:2])
   (loss, grads), metrics = lax.scan(batch, zeros, batches)
-  updates, opt_state = optimizer.build().update(
-    grads, learner.opt_state, learner.params.trainable
-  )
-  trainable = optax.apply_updates(learner.params.trainable, updates)
-  learner = Learner(
-    params=learner.params.replace(trainable=constrain_at_rest(trainable)),
-    opt_state=constrain_at_rest(opt_state),
-    step=learner.step + 1,
-  )
+  learner = apply_gradient(optimizer, learner, grads)
   metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
   metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
   return learner, replicate(metrics)

@@ -24,7 +24,13 @@ from jaxtyping import Array, Float, Int
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import Striping, wide_zeros
 from longstraw_jax.ops.precision import wide_dtype
-from longstraw_jax.sharding import constrain, constrain_at_rest, member_vmap
+from longstraw_jax.sharding import (
+  carry_specs,
+  constrain,
+  constrain_at_rest,
+  constrain_tree,
+  member_vmap,
+)
 from longstraw_jax.state import (
   Pages,
   fill_rows,
@@ -227,11 +233,10 @@ def _nothing_walked(model: Model, carry: Tree, job: Job, save_carries) -> Begun:
     rows = jax.tree.map(
       lambda x: constrain(x, *(None,) * (x.ndim - 2), "rows", None), rows
     )
-  return Begun(
-    length=jnp.int32(0),
-    rows=rows,
-    saved_carries=jax.tree.map(each, carry) if save_carries else {},
-  )
+  saved = jax.tree.map(each, carry) if save_carries else {}
+  if not job.batched:
+    saved = constrain_tree(saved, carry_specs(saved, lead=2))
+  return Begun(length=jnp.int32(0), rows=rows, saved_carries=saved)
 
 
 def _save_entry(saved: Tree, index, carry: Tree, entered) -> Tree:

@@ -44,9 +44,10 @@ OBJECTIVE = PolicyObjective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.9)
 
 
 @functools.cache
-def build(name: str) -> tuple[Model, object]:
+def build(name: str, **sizes: int) -> tuple[Model, object]:
   config = dataclasses.replace(
     PRESETS[name],
+    **sizes,
     dtype="float64",
     param_dtype="float64",
     norm_eps=1e-3,
@@ -94,8 +95,10 @@ def oracle(name: str, scope: str, chunk: int):
   )
 
 
-def on_mesh(name, scope, context, member, chunk=CHUNK, **options):
-  model, params = build(name)
+def on_mesh(
+  name, scope, context, member, chunk=CHUNK, query_block=16, **options
+):
+  model, params = build(name, query_block=query_block)
   mesh = make_mesh(context, member)
   with jax.set_mesh(mesh):
     return group_gradient(
@@ -121,6 +124,8 @@ def check(name, scope, context, member, chunk=CHUNK, **options) -> None:
 SHAPES = ((1, 1), (2, 1), (4, 2), (8, 1), (2, 4))
 DEFAULT = (
   ("tiny-hybrid", "full", 4, 2, {"block_size": 2}),
+  # Several blocks of own queries on every device, of chunks and of members.
+  ("tiny-hybrid", "full", 2, 2, {"block_size": 4, "query_block": 1}),
   ("tiny-moe", "full", 2, 1, {}),
   ("tiny-glm", "full", 8, 1, {}),
 )

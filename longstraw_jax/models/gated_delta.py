@@ -79,16 +79,17 @@ class GatedDelta(nn.Module):
       (sizes.conv_width, sizes.conv_channels),
       self.param_dtype,
     )
-    u_TU, tail = short_conv(
+    convolved, tail = self._convolve(
       qkv_TU, taps.astype(qkv_TU.dtype), state.carry.conv_tail, span.length
     )
-    q, k, v = self._heads(jax.nn.silu(u_TU), span.mask[:, None, None])
-    # From tokens to heads: the recurrence runs whole on every head's device.
+    q, k, v = self._heads(convolved, span.mask[:, None, None])
     q, k, v = (constrain(x, None, "heads", None) for x in (q, k, v))
     beta_TN, g_TN = (constrain(x, None, "heads") for x in (beta_TN, g_TN))
     o_TNH, matrix = delta_rule_chunked(
       q, k, v, beta_TN, g_TN, state.carry.matrix, self.delta_block
     )
+    o_TNH = constrain(o_TNH, None, "heads", None)
+    o_TNH = constrain(o_TNH, "tokens", None, None)
     z_TNH = z.reshape(tokens, sizes.num_value_heads, sizes.value_dim)
     y_TNH = GatedRMSNorm(self.norm_eps, self.param_dtype, name="norm")(
       o_TNH, z_TNH
@@ -111,12 +112,29 @@ class GatedDelta(nn.Module):
     g = -jnp.exp(widen(a_log)) * jax.nn.softplus(a + widen(dt_bias))
     return jnp.where(mask, jax.nn.sigmoid(b), 0.0), jnp.where(mask, g, 0.0)
 
-  def _heads(self, u_TU, mask):
-    """Splits the convolved channels; key heads repeat for their value heads."""
+  def _convolve(self, qkv_TU, taps_WU, tail, length):
+    """q, k and v [T, heads * width] after taps and SiLU, and the new tail."""
     sizes = self.sizes
     keys = sizes.num_key_heads * sizes.key_dim
+    split = lambda x: jnp.split(x, (keys, 2 * keys), axis=-1)
+    numbers = (sizes.num_key_heads, sizes.num_key_heads, sizes.num_value_heads)
+    parts = zip(numbers, *map(split, (qkv_TU, taps_WU, tail)), strict=True)
+    convolved, tails = [], []
+    for number, x, taps, own in parts:
+      # From tokens to heads: what follows runs whole on a head's device.
+      x = constrain(x, "tokens", None)
+      x_TNH = x.reshape(x.shape[0], number, -1)
+      x_TNH = constrain(x_TNH, None, "heads", None)
+      y, own = short_conv(x_TNH.reshape(x.shape), taps, own, length)
+      convolved.append(jax.nn.silu(y))
+      tails.append(own)
+    return convolved, jnp.concatenate(tails, axis=-1)
+
+  def _heads(self, convolved, mask):
+    """Heads of q, k and v; key heads repeat for their value heads."""
+    sizes = self.sizes
     heads = lambda x, number: x.reshape(x.shape[0], number, -1)
-    q, k, v = jnp.split(u_TU, (keys, 2 * keys), axis=-1)
+    q, k, v = convolved
     repeats = sizes.num_value_heads // sizes.num_key_heads
     repeat = lambda x: jnp.repeat(
       _unit_length(heads(x, sizes.num_key_heads)), repeats, axis=1

@@ -2,10 +2,16 @@
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from longstraw_jax.ops.precision import widen
+from longstraw_jax.sharding import constrain
+
+# Name of linear maps' outputs for checkpoint policies: the sum with an
+# adapter's, which is all that follows needs.
+PROJECTION = "projection"
 
 
 def weight(module: nn.Module, name: str, init, shape, dtype: str):
@@ -56,7 +62,9 @@ class Linear(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
-    x = x.astype(self.dtype)
+    # On a mesh tokens stay where they are, and the kernel is gathered.
+    stay = lambda x: constrain(x, "tokens", None) if x.ndim == 2 else x
+    x = stay(x.astype(self.dtype))
     kernel = self._kernel(x.shape[-1])
     product = lambda x, kernel: x @ expanded(kernel).astype(self.dtype)
     if hasattr(kernel, "expand"):
@@ -71,7 +79,7 @@ class Linear(nn.Module):
       zeros = nn.initializers.zeros
       bias = self.param("bias", zeros, (self.features,), self.param_dtype)
       y = y + bias.astype(self.dtype)
-    return y
+    return checkpoint_name(stay(y), PROJECTION)
 
   @nn.compact
   def matrix(self, inputs: int) -> Float[Array, "D F"]:

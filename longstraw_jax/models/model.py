@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import LayerSpec, ModelConfig
 from longstraw_jax.models.contract import State, Update
-from longstraw_jax.models.layers import NORMS
+from longstraw_jax.models.layers import NORMS, PROJECTION
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
 from longstraw_jax.ops.pages import PAGE_ATTENTION, Segment, stored_struct
@@ -120,12 +120,10 @@ def _remat(apply: Callable, saved: str) -> Callable:
   """Recomputes in the backward pass what `saved` does not keep."""
   if saved == "everything":
     return apply
-  policies = jax.checkpoint_policies
-  policy = policies.save_only_these_names(PAGE_ATTENTION)
+  names = [PAGE_ATTENTION]
   if saved == "projections":
-    policy = policies.save_from_both_policies(
-      policies.dots_with_no_batch_dims_saveable, policy
-    )
+    names.append(PROJECTION)
+  policy = jax.checkpoint_policies.save_only_these_names(*names)
   return jax.checkpoint(apply, prevent_cse=False, policy=policy)
 
 

@@ -17,6 +17,7 @@ from longstraw_jax.ops.pages import (
   read_block,
 )
 from longstraw_jax.ops.precision import wide_einsum
+from longstraw_jax.sharding import MESH_AXES, num_shards, spec
 
 
 def masked_attention(
@@ -89,7 +90,32 @@ def causal_attention(
 
 
 def _own_attention(q_TNH, k_KTH, v_KTH, query_block, read_block_size):
-  """Blocks of queries over the rows before them and over their own block."""
+  """Causal attention within a call; on a mesh every device has its queries."""
+  tokens = q_TNH.shape[0]
+  shards = num_shards("tokens")
+  share = tokens // shards
+  size = min(query_block, share)
+  if shards == 1 or tokens % shards or share % size:
+    return _own_part(0, q_TNH, k_KTH, v_KTH, query_block, read_block_size)
+
+  def part(q_TNH, k_KTH, v_KTH):
+    first = lax.axis_index(MESH_AXES["tokens"]) * share
+    return _own_part(first, q_TNH, k_KTH, v_KTH, size, read_block_size)
+
+  whole, dealt = spec(), spec("tokens")
+  return jax.shard_map(
+    part,
+    in_specs=(dealt, whole, whole),
+    out_specs=(dealt, dealt),
+    check_vma=False,
+  )(q_TNH, k_KTH, v_KTH)
+
+
+def _own_part(first, q_TNH, k_KTH, v_KTH, query_block, read_block_size):
+  """Blocks of queries over the rows before them and over their own block.
+
+  The queries are those from token `first` on, a multiple of query_block.
+  """
   tokens, num_heads, width = q_TNH.shape
   padding = -tokens % query_block
   pad = lambda x, axis: jnp.pad(
@@ -97,7 +123,7 @@ def _own_attention(q_TNH, k_KTH, v_KTH, query_block, read_block_size):
   )
   q = pad(q_TNH, 0).reshape(-1, query_block, num_heads, width)
   rows = {"k": pad(k_KTH, 1), "v": pad(v_KTH, 1)}
-  segment = open_rows(rows, length=tokens + padding, start=0)
+  segment = open_rows(rows, length=rows["k"].shape[1], start=0)
   mask = jnp.tril(jnp.ones((query_block, query_block), bool))
 
   policy = jax.checkpoint_policies.save_only_these_names(PAGE_ATTENTION)
@@ -115,7 +141,7 @@ def _own_attention(q_TNH, k_KTH, v_KTH, query_block, read_block_size):
     lse = top + jnp.log(jnp.exp(prefix[1] - top) + jnp.exp(own[1] - top))
     return tap, (merge([prefix, own]), lse)
 
-  indices = jnp.arange(q.shape[0], dtype=jnp.int32)
+  indices = first // query_block + jnp.arange(q.shape[0], dtype=jnp.int32)
   _, (o, lse) = lax.scan(block, segment.tap, (indices, q))
   flat = lambda x: x.reshape(-1, *x.shape[2:])[:tokens]
   return flat(o), flat(lse)

@@ -93,28 +93,31 @@ def _attend_part(size, q_TNH, rows, place):
 
 
 def _attend_backward(size, folded, saved, cotangents, rows, place, tap):
+  q_TNH, o_TNH, lse_TN = saved
+  do_TNH, dlse_TN = cotangents
+  # Before owners get all queries: the wide o and do stay where they are.
+  delta_TN = (do_TNH * o_TNH).sum(-1) - dlse_TN
+  queries = (q_TNH, do_TNH.astype(q_TNH.dtype), lse_TN, delta_TN)
   tokens = member_specs(folded)
   call = functools.partial(_attend_backward_part, size, folded)
   return on_owners(
     place.striping,
     call,
-    (tokens, tokens, row_specs(rows), WHOLE, row_specs(tap)),
+    (tokens, row_specs(rows), WHOLE, row_specs(tap)),
     (tokens, row_specs(tap)),
-  )(saved, cotangents, rows, place, tap)
+  )(queries, rows, place, tap)
 
 
-def _attend_backward_part(size, folded, saved, cotangents, rows, place, tap):
+def _attend_backward_part(size, folded, queries, rows, place, tap):
   """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2)."""
-  q_TNH, o_TNH, lse_TN = saved
-  do_TNH, dlse_TN = cotangents
+  q_TNH, do_TNH, lse_TN, delta_TN = queries
   tokens, _, width = q_TNH.shape
   kv_heads = rows["v"].shape[1]
   scale = width**-0.5
   q = _split_heads(q_TNH, kv_heads)
-  do = _split_heads(do_TNH.astype(q.dtype), kv_heads)
+  do = _split_heads(do_TNH, kv_heads)
   lse = _split_heads(lse_TN[..., None], kv_heads)
-  delta = (do_TNH * o_TNH).sum(-1) - dlse_TN
-  delta = _split_heads(delta[..., None], kv_heads)
+  delta = _split_heads(delta_TN[..., None], kv_heads)
 
   def body(index, carry):
     dq, tap = carry
