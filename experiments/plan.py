@@ -76,7 +76,10 @@ def parse_device(values: dict) -> GpuTarget:
     for field in dataclasses.fields(GpuTarget)
     if values[f"device_{field.name}"] is not None
   }
-  return dataclasses.replace(start, **given)
+  try:
+    return dataclasses.replace(start, **given)
+  except ValueError as error:
+    raise ValueError(f"--device_{error}") from None
 
 
 def parse_config(values: dict) -> PlanConfig:
@@ -93,6 +96,12 @@ def parse_config(values: dict) -> PlanConfig:
   )
   base = values["base"]
   common_flags.require(base in BASES, "base", base, f"use one of {BASES}")
+  common_flags.require(
+    base == "bf16" or values["train"] != "all",
+    "base",
+    base,
+    "it stores weights that do not learn: give --train=lora:<rank>",
+  )
   optimizer = values["optimizer"]
   common_flags.require(
     optimizer in OPTIMIZERS, "optimizer", optimizer, f"use one of {OPTIMIZERS}"
@@ -193,7 +202,11 @@ def run(values: dict) -> int:
   if values["max_prompt"]:
     _search(model, config, phases, values, writer)
   _print(writer.rows, config)
-  return 0 if all(row["fits"] for row in writer.rows) else 1
+  held = all(row["fits"] for row in writer.rows)
+  known = all(row["temporaries"] is not None for row in writer.rows)
+  claim = "every phase fits" + ("" if known else ", temporaries apart")
+  print(f"{claim}: {'holds' if held else 'FAILED'}")
+  return 0 if held else 1
 
 
 def _search(model, config, phases, values, writer) -> None:
@@ -220,7 +233,8 @@ def _print(rows: list[dict], config: PlanConfig) -> None:
   unit = GB if max(row["total"] for row in rows) >= GB else MB
   print(
     f"\n{config.devices} x {config.target.name}, {shared['preset']}, train "
-    f"{shared['train']}, base {shared['base']}, {shared['grad_scope']}, "
+    f"{shared['train']}, base {shared['base']}, grad_scope "
+    f"{shared['grad_scope']}, "
     f"G {config.group}, R {config.response}, chunk {config.chunk_size}; pages "
     f"{shared['page_dtype']}, their gradients {shared['page_grad_dtype']}\n"
     f"One device, {unit:.0e} bytes:"

@@ -18,7 +18,7 @@ Bytes are those of one device; see NOT_COUNTED for what is not among them.
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
-import importlib.util
+import importlib
 import math
 import re
 import time
@@ -195,15 +195,14 @@ class PhasePlan:
 
 def gpu_mesh(config: PlanConfig) -> Mesh | None:
   """The mesh on devices of the target; None where nothing compiles for it."""
-  if importlib.util.find_spec(PLUGIN) is None:
-    return None
   try:
+    importlib.import_module(PLUGIN)
     topology = topologies.get_topology_desc(
       platform="cuda",
       target_config=config.target.text(),
       topology=f"1x{config.hosts}x{config.devices_per_host}",
     )
-  except (NotImplementedError, RuntimeError):
+  except (ImportError, NotImplementedError, RuntimeError):
     return None
   return make_mesh(config.context, config.member, topology.devices)
 

@@ -22,6 +22,11 @@ TINY = {
     "--preset=tiny-hybrid --prompt=64 --time_prompt=64 --response=4"
     " --memory_groups=2 --time_groups=2 --chunk_size=32 --repeats=1"
   ),
+  # Where the compiler is not installed, by arithmetic alone.
+  "plan": (
+    "--preset=tiny-hybrid --prompt=65 --response=4 --group=2 --chunk_size=32"
+    " --phases=capture,optimizer --device=custom --device_memory=1000000"
+  ),
 }
 
 
@@ -94,6 +99,14 @@ class ScriptTest(parameterized.TestCase):
     ("group_memory", "--preset=huge"),
     ("group_memory", "--repeats=0"),
     ("group_memory", "--saved=some"),
+    ("plan", "--preset=huge"),
+    ("plan", "--device=h900"),
+    ("plan", "--device_memory=0"),
+    ("plan", "--train=lora"),
+    ("plan", "--base=nf4"),
+    ("plan", "--member=3"),
+    ("plan", "--phases=prefill"),
+    ("plan", "--page_grad_dtype=int8"),
   )
   def test_bad_flags_end_in_one_line(self, name, flag):
     with tempfile.TemporaryDirectory() as out:
