@@ -9,6 +9,10 @@ Cost: about two minutes on 2 quiet CPU cores, under 3 GiB of memory.
 Expected result: held-out reward near 0.17 when GRPO starts (chance 0.125),
   above 0.95 after 200 steps; rows.jsonl, curve.png, TensorBoard files and
   checkpoints under --out. Run again after an interruption to continue.
+
+With a checkpoint, such as --preset=smollm2-135m (make smollm2), the claim is a
+  gain of 0.2 or more over 128 or more paired held-out prompts whose lower 95 %
+  bound is above 0. Expected: 0.33 to 1.00 at 4,096 tokens; over an hour of CPU.
 """
 
 import pathlib

@@ -308,24 +308,20 @@ def _extend(model, chunk_size, room, params, state, tokens, added):
   return _run_on(model, chunk_size, room, *lax.stop_gradient(arrays))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _not_differentiated(model, chunk_size, room, *arrays):
   return _run_on(model, chunk_size, room, *arrays)
 
 
-def _not_differentiated_fwd(model, chunk_size, room, params, state, *tokens):
+@_not_differentiated.defjvp
+def _refuse_to_differentiate(model, chunk_size, room, primals, tangents):
+  del model, chunk_size, room, tangents
+  _, state, *_ = primals
   raise ValueError(
     f"extend is not differentiated under grad_scope {state.grad_scope!r}: take "
     "the gradient by group_gradient(..., the whole prompt, state=extended), "
     "or capture the whole prompt inside the loss"
   )
-
-
-def _not_differentiated_bwd(model, chunk_size, room, residuals, cotangents):
-  raise NotImplementedError  # its forward pass has refused
-
-
-_not_differentiated.defvjp(_not_differentiated_fwd, _not_differentiated_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -39,12 +39,13 @@ from longstraw_jax.gpu_targets import GpuTarget
 from longstraw_jax.lora import LoraConfig, add_lora
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.nf4 import quantize_base
-from longstraw_jax.ops.pages import WHOLE, row_specs
+from longstraw_jax.ops.pages import row_specs
 from longstraw_jax.replay import replay_members, replay_scores, zero_sums
 from longstraw_jax.rollout import rollout
 from longstraw_jax.sharding import (
   CONTEXT,
   MEMBER,
+  WHOLE,
   carry_specs,
   make_mesh,
   rest_specs,
@@ -202,7 +203,7 @@ def gpu_mesh(config: PlanConfig) -> Mesh | None:
       target_config=config.target.text(),
       topology=f"1x{config.hosts}x{config.devices_per_host}",
     )
-  except (ImportError, NotImplementedError, RuntimeError):
+  except (ImportError, NotImplementedError):
     return None
   return make_mesh(config.context, config.member, topology.devices)
 

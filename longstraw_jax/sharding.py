@@ -3,8 +3,9 @@
 Everything runs on the mesh that `jax.set_mesh` makes current, with the same
 calls as without one:
 
-  with jax.set_mesh(make_mesh(context=4, member=2)):
-    params = place_params(params)
+  mesh = make_mesh(context=4, member=2)
+  with jax.set_mesh(mesh):
+    params = place_at_rest(params, mesh)
     loss, grads, metrics = group_gradient(model, params, prompt, group, ...)
 
 Arrays keep their global shapes. A module says what its axes are, by name,
@@ -27,13 +28,13 @@ import numpy as np
 from longstraw_jax.types import Tree
 
 CONTEXT, MEMBER = "context", "member"
+WHOLE = PartitionSpec()  # every device holds all of it
 
 # Logical axis -> mesh axis. A new mixer names its axes by the left column.
 MESH_AXES = {
   "tokens": CONTEXT,  # of one call
   "rows": CONTEXT,  # of pages, chunk-striped
   "heads": CONTEXT,
-  "channels": CONTEXT,
   "experts": CONTEXT,
   "vocab": CONTEXT,
   "weights": CONTEXT,  # of a matrix at rest
@@ -81,11 +82,22 @@ def spec(*axes: str | None) -> PartitionSpec:
   return PartitionSpec(*(axis and MESH_AXES[axis] for axis in axes))
 
 
+def per_device(fn: Callable, in_specs: Tree, out_specs: Tree) -> Callable:
+  """`fn` as every device of the current mesh runs it on its parts.
+
+  What `fn` gives whole it must have made equal everywhere, by sums over the
+  devices: nothing checks that.
+  """
+  return jax.shard_map(
+    fn, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
   """Shards an intermediate array by its logical axes.
 
-  An axis whose size its devices do not divide is left to the partitioner;
-  without a mesh nothing happens.
+  Where an axis is one that its devices do not divide, the array is left to the
+  partitioner; without a mesh nothing happens.
 
   Args:
     x: the array.

@@ -10,13 +10,12 @@ from jaxtyping import Array, Int
 
 from longstraw_jax.checks import CONSTANT_SCOPES
 from longstraw_jax.ops.pages import (
-  WHOLE,
   Striping,
   on_owners,
   row_specs,
   store,
 )
-from longstraw_jax.sharding import carry_specs
+from longstraw_jax.sharding import WHOLE, carry_specs
 from longstraw_jax.types import Tree
 
 

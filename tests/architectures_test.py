@@ -10,21 +10,18 @@ import numpy as np
 import pytest
 
 from longstraw_jax import (
-  PRESETS,
-  Group,
   Model,
-  PolicyObjective,
   group_gradient,
   sequence_logprobs,
 )
 from longstraw_jax.models.model import split_params
 from longstraw_jax.testing.baselines import bounded_gradient, constant_tokens
 from longstraw_jax.testing.compare import assert_gradients_close
+from tests.small_models import OBJECTIVE, build, make_group, make_prompt
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 LENGTH, CHUNK, ROOM = 50, 16, 7
-PROMPT = np.random.default_rng(0).integers(0, 61, LENGTH).astype(np.int32)
-OBJECTIVE = PolicyObjective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.9)
+PROMPT = make_prompt(LENGTH)
 
 # One repeat of each pattern: IndexShare groups span chunks, the selection is
 # far below the prompt, both routers choose.
@@ -43,51 +40,14 @@ SLOW = tuple(
 
 
 @functools.cache
-def build(name: str, dtype: str):
-  """A model of few layers, parameters away from their first values."""
-  config = dataclasses.replace(
-    PRESETS[name],
-    dtype=dtype,
-    param_dtype=dtype,
-    norm_eps=1e-3,
-    stages=tuple(
-      dataclasses.replace(stage, repeats=1) for stage in PRESETS[name].stages
-    ),
-  )
-  model, random = Model(config), np.random.default_rng(1)
-  wide = Model(
-    dataclasses.replace(config, dtype="float64", param_dtype="float64")
-  )
-  params = jax.tree.map(
-    lambda x: x + 0.1 * random.normal(size=x.shape),
-    jax.jit(wide.init)(jax.random.key(0)),
-  )
-  return model, jax.tree.map(lambda x: x.astype(dtype), params)
-
-
-def make_group() -> Group:
-  random = np.random.default_rng(2)
-  near = lambda: jnp.asarray(-4 + random.normal(size=(3, ROOM)))
-  return Group.create(
-    random.integers(0, 61, (3, ROOM)),
-    [ROOM, 4, 2],
-    rewards=jnp.ones(3),
-    advantages=jnp.array([1.0, -0.7, 0.4]),
-    old_logprobs=near(),
-    ref_logprobs=near(),
-    sampling_logprobs=near(),
-  )
-
-
-@functools.cache
 def oracle(name: str, scope: str):
-  model, params = build(name, "float64")
+  model, params = build(name)
   boundary = constant_tokens(scope, LENGTH, CHUNK, 2)
   return bounded_gradient(
     model,
     params,
     jnp.asarray(PROMPT),
-    make_group(),
+    make_group(ROOM),
     OBJECTIVE,
     jnp.int32(LENGTH),
     jnp.int32(boundary),
@@ -100,7 +60,7 @@ def ours(name, scope, dtype, options):
     model,
     params,
     PROMPT,
-    make_group(),
+    make_group(ROOM),
     OBJECTIVE,
     chunk_size=CHUNK,
     grad_scope=scope,
@@ -138,7 +98,7 @@ class ArchitecturesTest(parameterized.TestCase):
 
   def test_constants_never_learn_and_have_no_gradient(self):
     """The index and the router's correction bias, even if trained by force."""
-    model, params = build("tiny-glm", "float64")
+    model, params = build("tiny-glm")
     model = Model(dataclasses.replace(model.config, saved="everything"))
     paths = []
     split_params(params.frozen, lambda path: paths.append(path) or True)

@@ -17,10 +17,7 @@ import numpy as np
 import pytest
 
 from longstraw_jax import (
-  PRESETS,
-  Group,
   Model,
-  PolicyObjective,
   Segment,
   attend,
   capture,
@@ -32,49 +29,17 @@ from longstraw_jax import (
 )
 from longstraw_jax.ops.pages import Striping
 from longstraw_jax.sharding import num_shards, rest_specs
+from longstraw_jax.steps import apply_gradient, make_learner
 from longstraw_jax.testing.baselines import bounded_gradient, constant_tokens
 from longstraw_jax.testing.compare import assert_gradients_close, leaf_errors
+from longstraw_jax.train_config import OptimizerConfig
+from tests.small_models import OBJECTIVE, build, make_group, make_prompt
 
 # Divided by no number of devices: the last chunk is partly filled, and the
 # borders between devices lie inside the response.
 LENGTH, CHUNK, ROOM = 45, 16, 5
-PROMPT = np.random.default_rng(0).integers(0, 61, LENGTH).astype(np.int32)
+PROMPT = make_prompt(LENGTH)
 PAGES = "longstraw_jax.ops.pages"
-OBJECTIVE = PolicyObjective(kl_coef=0.1, entropy_coef=0.05, clip_low=0.9)
-
-
-@functools.cache
-def build(name: str, **sizes: int) -> tuple[Model, object]:
-  config = dataclasses.replace(
-    PRESETS[name],
-    **sizes,
-    dtype="float64",
-    param_dtype="float64",
-    norm_eps=1e-3,
-    stages=tuple(
-      dataclasses.replace(stage, repeats=1) for stage in PRESETS[name].stages
-    ),
-  )
-  model, random = Model(config), np.random.default_rng(1)
-  params = jax.tree.map(
-    lambda x: x + 0.1 * random.normal(size=x.shape),
-    jax.jit(model.init)(jax.random.key(0)),
-  )
-  return model, params
-
-
-def make_group() -> Group:
-  random = np.random.default_rng(2)
-  near = lambda: jnp.asarray(-4 + random.normal(size=(3, ROOM)))
-  return Group.create(
-    random.integers(0, 61, (3, ROOM)),
-    [ROOM, 4, 2],
-    rewards=jnp.ones(3),
-    advantages=jnp.array([1.0, -0.7, 0.4]),
-    old_logprobs=near(),
-    ref_logprobs=near(),
-    sampling_logprobs=near(),
-  )
 
 
 @functools.cache
@@ -87,7 +52,7 @@ def oracle(name: str, scope: str, chunk: int):
       model,
       params,
       jnp.asarray(PROMPT),
-      make_group(),
+      make_group(ROOM),
       OBJECTIVE,
       jnp.int32(LENGTH),
       jnp.int32(boundary),
@@ -105,7 +70,7 @@ def on_mesh(
       model,
       place_at_rest(params, mesh),
       PROMPT,
-      make_group(),
+      make_group(ROOM),
       OBJECTIVE,
       chunk_size=chunk,
       grad_scope=scope,
@@ -164,7 +129,7 @@ class MeshTest(parameterized.TestCase):
   def test_members_keep_their_scores(self):
     """Replay and rollout on a mesh give what one device gives."""
     model, params = build("tiny-hybrid")
-    group = make_group()
+    group = make_group(ROOM)
 
     def run(params):
       state = capture(model, params, PROMPT, chunk_size=CHUNK)
@@ -197,7 +162,46 @@ class MeshTest(parameterized.TestCase):
       jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True
     ):
       self.assertTrue(leaf.sharding.is_equivalent_to(sharding, leaf.ndim))
-      # Devices that hold the same part hold the same bits.
+    self.assert_replicas_equal(grads)
+
+  def test_a_step_and_the_forward_after_it(self):
+    """The same weights, on every device to the bit, and the same scores."""
+    model, params = build("tiny-hybrid")
+    group, optimizer = make_group(ROOM), OptimizerConfig(warmup_steps=0)
+
+    def step(params):
+      learner = make_learner(params, optimizer)
+      _, grads, _ = group_gradient(
+        model, params, PROMPT, group, OBJECTIVE, chunk_size=CHUNK
+      )
+      learner = jax.jit(functools.partial(apply_gradient, optimizer))(
+        learner, grads
+      )
+      state = capture(model, learner.params, PROMPT, chunk_size=CHUNK)
+      args = (learner.params, state, group.responses, group.lengths)
+      return learner, replay(model, *args)
+
+    wanted, wanted_scores = step(params)
+    mesh = make_mesh(2, 2)
+    with jax.set_mesh(mesh):
+      learner, scores = step(place_at_rest(params, mesh))
+    np.testing.assert_allclose(scores, wanted_scores, rtol=0, atol=1e-9)
+    delta = lambda learner: jax.tree.map(
+      np.subtract, jax.device_get(learner.params.trainable), params.trainable
+    )
+    moved, wanted_delta = delta(learner), delta(wanted)
+    jax.tree.map(
+      # AdamW divides by the gradient's size: noise where that is nothing.
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11),
+      moved,
+      wanted_delta,
+    )
+    self.assertGreater(max(abs(x).max() for x in jax.tree.leaves(moved)), 1e-4)
+    self.assert_replicas_equal(learner)
+
+  def assert_replicas_equal(self, tree):
+    """Devices that hold the same part hold the same bits."""
+    for leaf in jax.tree.leaves(tree):
       parts = {}
       for shard in leaf.addressable_shards:
         same = parts.setdefault(str(shard.index), np.asarray(shard.data))
@@ -281,7 +285,7 @@ class MistakeTest(absltest.TestCase):
         model,
         place_at_rest(params, mesh),
         PROMPT,
-        make_group(),
+        make_group(ROOM),
         OBJECTIVE,
         chunk_size=CHUNK,
       )
@@ -307,7 +311,7 @@ class RefusalTest(parameterized.TestCase):
 
   def test_pages_of_another_mesh(self):
     model, params = build("tiny-hybrid")
-    group = make_group()
+    group = make_group(ROOM)
     with jax.set_mesh(make_mesh(2)):
       state = capture(model, params, PROMPT, chunk_size=CHUNK)
     with jax.set_mesh(make_mesh(4)):

@@ -17,7 +17,13 @@ from longstraw_jax.ops.pages import (
   read_block,
 )
 from longstraw_jax.ops.precision import wide_einsum
-from longstraw_jax.sharding import MESH_AXES, num_shards, spec
+from longstraw_jax.sharding import (
+  MESH_AXES,
+  WHOLE,
+  num_shards,
+  per_device,
+  spec,
+)
 
 
 def masked_attention(
@@ -102,13 +108,9 @@ def _own_attention(q_TNH, k_KTH, v_KTH, query_block, read_block_size):
     first = lax.axis_index(MESH_AXES["tokens"]) * share
     return _own_part(first, q_TNH, k_KTH, v_KTH, size, read_block_size)
 
-  whole, dealt = spec(), spec("tokens")
-  return jax.shard_map(
-    part,
-    in_specs=(dealt, whole, whole),
-    out_specs=(dealt, dealt),
-    check_vma=False,
-  )(q_TNH, k_KTH, v_KTH)
+  dealt = spec("tokens")
+  call = per_device(part, (dealt, WHOLE, WHOLE), (dealt, dealt))
+  return call(q_TNH, k_KTH, v_KTH)
 
 
 def _own_part(first, q_TNH, k_KTH, v_KTH, query_block, read_block_size):

@@ -26,11 +26,16 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum
-from longstraw_jax.sharding import MESH_AXES, num_shards, spec
+from longstraw_jax.sharding import (
+  MESH_AXES,
+  WHOLE,
+  num_shards,
+  per_device,
+  spec,
+)
 from longstraw_jax.types import Tree
 
 
@@ -111,8 +116,6 @@ def _matrix(matrices, expert, dtype):
 
 # --- Experts on several devices --------------------------------------------
 
-_WHOLE = PartitionSpec()
-
 
 def _expert_shards(num_experts: int) -> int:
   """Devices that share the experts; 1 where they cannot be dealt evenly."""
@@ -126,11 +129,7 @@ def _expert_specs(matrices: Tree) -> Tree:
 
 def _on_experts(shards: int, fn, in_specs, out_specs):
   """`fn` as every device runs it on its experts."""
-  if shards == 1:
-    return fn
-  return jax.shard_map(
-    fn, in_specs=in_specs, out_specs=out_specs, check_vma=False
-  )
+  return fn if shards == 1 else per_device(fn, in_specs, out_specs)
 
 
 def _held(shards: int, routed, matrices):
@@ -179,8 +178,8 @@ def _forward(row_block: int, routed: _Routed, matrices: _Matrices):
   """Every device multiplies by the experts that it holds."""
   shards = _expert_shards(matrices.down.shape[0])
   call = functools.partial(_forward_part, row_block, shards)
-  specs = (_WHOLE, _expert_specs(matrices))
-  return _on_experts(shards, call, specs, _WHOLE)(routed, matrices)
+  specs = (WHOLE, _expert_specs(matrices))
+  return _on_experts(shards, call, specs, WHOLE)(routed, matrices)
 
 
 def _forward_part(row_block, shards, routed: _Routed, matrices: _Matrices):
@@ -247,8 +246,8 @@ def _backward(row_block, wanted: _Wanted, routed: _Routed, matrices, dy_TD):
   return _on_experts(
     shards,
     call,
-    (_WHOLE, _expert_specs(matrices), _WHOLE),
-    (_WHOLE, _WHOLE, dmatrices),
+    (WHOLE, _expert_specs(matrices), WHOLE),
+    (WHOLE, WHOLE, dmatrices),
   )(routed, matrices, dy_TD)
 
 

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 def wide_dtype(dtype) -> jnp.dtype:
   """float32, or the dtype itself where it is wider."""
+  dtype = jnp.dtype(dtype)
+  if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
+    return jnp.dtype(jnp.float32)  # 8-bit floats promote to nothing
   return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -20,10 +20,11 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax.ops.pages import WHOLE, Segment, on_owners, row_specs
+from longstraw_jax.ops.pages import Segment, on_owners, row_specs
 from longstraw_jax.ops.pages.segment import Place, block_trips, read_slots
 from longstraw_jax.ops.pages.striping import gather_owners
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
+from longstraw_jax.sharding import WHOLE
 
 NO_KEY = -1  # position of a slot that holds no key
 

@@ -36,11 +36,9 @@ from longstraw_jax.ops.pages.stored import (
   wide_zeros,
 )
 from longstraw_jax.ops.pages.striping import (
-  WHOLE,
   Striping,
   on_owners,
   row_specs,
-  sum_owners,
 )
 
 __all__ = [
@@ -50,7 +48,6 @@ __all__ = [
   "ScaledRows",
   "Segment",
   "Striping",
-  "WHOLE",
   "attend",
   "attend_blocks",
   "gather_rows",
@@ -61,6 +58,5 @@ __all__ = [
   "row_specs",
   "store",
   "stored_struct",
-  "sum_owners",
   "wide_zeros",
 ]

@@ -21,7 +21,6 @@ from longstraw_jax.ops.pages.segment import (
   read_slots,
 )
 from longstraw_jax.ops.pages.striping import (
-  WHOLE,
   max_owners,
   member_specs,
   members_divide,
@@ -31,6 +30,7 @@ from longstraw_jax.ops.pages.striping import (
   sum_owners,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
+from longstraw_jax.sharding import WHOLE
 
 
 def _split_heads(q_TNH, num_kv_heads: int):

@@ -22,7 +22,6 @@ from longstraw_jax.ops.pages.segment import (
   read_slots,
 )
 from longstraw_jax.ops.pages.striping import (
-  WHOLE,
   max_owners,
   member_specs,
   members_divide,
@@ -32,6 +31,7 @@ from longstraw_jax.ops.pages.striping import (
   sum_owners,
 )
 from longstraw_jax.ops.precision import widen
+from longstraw_jax.sharding import WHOLE
 from longstraw_jax.types import Tree
 
 # (operands, rows, positions [B], filled [B]) -> (o [T, N, H], lse [T, N])

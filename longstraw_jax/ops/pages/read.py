@@ -17,12 +17,8 @@ from longstraw_jax.ops.pages.segment import (
   read_slots,
 )
 from longstraw_jax.ops.pages.stored import expand
-from longstraw_jax.ops.pages.striping import (
-  WHOLE,
-  on_owners,
-  row_specs,
-  sum_owners,
-)
+from longstraw_jax.ops.pages.striping import on_owners, row_specs, sum_owners
+from longstraw_jax.sharding import WHOLE
 
 
 @custom_vmap

@@ -16,11 +16,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from longstraw_jax.sharding import MESH_AXES, num_shards, spec
+from longstraw_jax.sharding import (
+  MESH_AXES,
+  WHOLE,
+  num_shards,
+  per_device,
+  spec,
+)
 from longstraw_jax.types import Tree
 
 _ROWS = MESH_AXES["rows"]
-WHOLE = PartitionSpec()  # every device holds all of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +106,7 @@ def on_owners(
       f"these pages are dealt to {striping.shards} devices, but the current "
       f"mesh has {shards} for them: use the mesh they were captured on"
     )
-  return jax.shard_map(
-    fn, in_specs=in_specs, out_specs=out_specs, check_vma=False
-  )
+  return per_device(fn, in_specs, out_specs)
 
 
 def members_divide(number: int) -> bool:
