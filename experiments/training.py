@@ -236,7 +236,7 @@ def save_values(values: Mapping[str, Any], out: pathlib.Path) -> None:
 
 
 def load_values(out: str) -> dict[str, Any]:
-  """The flags of an earlier run.
+  """The flags of an earlier run, on one device whatever it was trained on.
 
   Raises:
     ValueError: there is none in this directory.
@@ -246,7 +246,8 @@ def load_values(out: str) -> dict[str, Any]:
     raise ValueError(
       f"run={out!r} holds no flags.json: give the --out of a train_grpo run"
     )
-  return json.loads(path.read_text()) | {"out": out}
+  one_device = dict.fromkeys(MESH_FLAGS, 1)
+  return json.loads(path.read_text()) | one_device | {"out": out}
 
 
 def restore_learner(run: Run, values: Mapping[str, Any]) -> tuple[Learner, int]:

@@ -9,7 +9,7 @@ import tempfile
 from absl.testing import parameterized
 import numpy as np
 
-from experiments import train_grpo
+from experiments import train_grpo, training
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -38,6 +38,17 @@ def run_script(name: str, *flags: str) -> subprocess.CompletedProcess:
     text=True,
     check=False,
   )
+
+
+class ValuesTest(parameterized.TestCase):
+  def test_a_run_of_many_devices_is_evaluated_on_one(self):
+    values = {"mesh_context": 4, "mesh_member": 2, "steps": 7}
+    with tempfile.TemporaryDirectory() as out:
+      training.save_values(values, pathlib.Path(out))
+      found = training.load_values(out)
+    self.assertEqual(
+      found, {"mesh_context": 1, "mesh_member": 1, "steps": 7, "out": out}
+    )
 
 
 class ClaimTest(parameterized.TestCase):

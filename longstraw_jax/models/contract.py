@@ -15,6 +15,10 @@ so by `chooses = True` and is y_TD, chosen = ffn(x_TD, choices).
 Either may name, as class attributes, `constants`: parameters by the start of
 their path that no gradient reaches and no optimizer may touch; and a mixer
 `constant_rows`: rows that no gradient flows into.
+
+On a mesh reads of pages find their owners by themselves. A mixer may say how
+its other arrays are shared out, `constrain(x, None, "heads", None)`, with the
+names of sharding.MESH_AXES; what it leaves open XLA decides.
 """
 
 from flax import struct
