@@ -37,6 +37,7 @@ from longstraw_jax import (
   save_state,
 )
 from longstraw_jax.checkpoint import Checkpoints
+from longstraw_jax.checks import differences
 from longstraw_jax.metrics import peak_memory_bytes
 from longstraw_jax.state import PromptState
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
@@ -46,6 +47,7 @@ from longstraw_jax.walk import Gradients
 
 FLAGS = flags.FLAGS
 OBJECTIVE = PolicyObjective()
+SETTINGS = "preset seed prompt chunk_size piece group_size response".split()
 
 
 class Ledger:
@@ -67,6 +69,25 @@ class Ledger:
     self.peak_bytes = max(self.peak_bytes, peak_memory_bytes())
     found = {"seconds": self.seconds, "peak_bytes": self.peak_bytes}
     self._path.write_text(json.dumps(found))
+
+
+def check_same_run(out: pathlib.Path) -> dict[str, Any]:
+  """The settings of this run, which files of earlier ones must share.
+
+  Raises:
+    ValueError: the directory holds another run.
+  """
+  settings = {name: FLAGS[name].value for name in SETTINGS}
+  path = out / "settings.json"
+  if path.exists():
+    lines = differences(json.loads(path.read_text()), settings)
+    if lines:
+      raise ValueError(
+        f"--out={out} holds another run: {'; '.join(lines)}. Give its settings "
+        "or another directory"
+      )
+  path.write_text(json.dumps(settings))
+  return settings
 
 
 def captured_state(model, params, prompt, out, ledger) -> PromptState:
@@ -136,7 +157,7 @@ def branch(model, params, group, state, ledger, phase):
   return float(loss), sums
 
 
-def full_gradient(model, params, prompt, group, state, out, ledger):
+def full_gradient(model, params, prompt, group, state, settings, out, ledger):
   """The reverse walk in pieces, each on disk before the next begins.
 
   Returns:
@@ -144,7 +165,6 @@ def full_gradient(model, params, prompt, group, state, out, ledger):
   """
   checkpoints = Checkpoints(out / "reverse", keep=1)
   chunks = math.ceil((len(prompt) - 1) / FLAGS.chunk_size)
-  settings = {"prompt": len(prompt), "chunk_size": FLAGS.chunk_size}
   done = checkpoints.latest()
   if done is None:
     loss, sums = branch(model, params, group, state, ledger, "full")
@@ -219,6 +239,7 @@ def main(argv):
   )
   out = pathlib.Path(FLAGS.out)
   out.mkdir(parents=True, exist_ok=True)
+  settings = check_same_run(out)
   model = Model(common_flags.config_of(FLAGS.preset))
   params = jax.jit(model.init)(jax.random.key(FLAGS.seed))
   task = make_task(
@@ -244,10 +265,11 @@ def main(argv):
     chunk_size=FLAGS.chunk_size,
   )
   constant = state.replace(grad_scope="response_only", saved_carries={})
+  ledger.seconds.pop("response_only", None)  # every run does it anew
   loss, sums = branch(model, params, group, constant, ledger, "response_only")
   found = {"response_only": (loss, sums.params)}
   found["full"] = full_gradient(
-    model, params, prompt, group, state, out, ledger
+    model, params, prompt, group, state, settings, out, ledger
   )
   for scope, (loss, grads) in found.items():
     writer.write(

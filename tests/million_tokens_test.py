@@ -100,6 +100,20 @@ class ScriptTest(absltest.TestCase):
     text = (pathlib.Path(out) / "rows.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
+  def test_another_run_is_refused(self):
+    with tempfile.TemporaryDirectory() as out:
+      self.run_script(out, kill_after="captured 128")
+      command = [sys.executable, "-m", "experiments.million_tokens"]
+      done = subprocess.run(
+        [*command, "--prompt=500", f"--out={out}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+      )
+    self.assertEqual(done.returncode, 2)
+    self.assertRegex(done.stderr, "prompt is 400 there and 500 here")
+
   def test_killed_in_every_phase(self):
     with tempfile.TemporaryDirectory() as whole:
       wanted = self.run_script(whole)
