@@ -84,9 +84,9 @@ class PiecesTest(absltest.TestCase):
 class ScriptTest(absltest.TestCase):
   def run_script(self, out: str, kill_after: str | None = None) -> list[dict]:
     """The script; killed when it prints a line that matches."""
-    flags = "--prompt=400 --chunk_size=32 --piece=64 --group_size=2"
+    flags = "--prompt=400 --chunk_size=32 --piece=64 --group_size=3"
     command = [sys.executable, "-m", "experiments.million_tokens"]
-    command += [*flags.split(), "--response=4", f"--out={out}"]
+    command += [*flags.split(), "--response=16", f"--out={out}"]
     with subprocess.Popen(
       command, cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -125,4 +125,5 @@ class ScriptTest(absltest.TestCase):
     for row, expected in zip(found, wanted, strict=True):
       for name in ("grad_scope", "loss", "grad_norm", "update_norm"):
         self.assertEqual(row[name], expected[name], name)
+      self.assertGreater(row["grad_norm"], 0)
     self.assertNotEqual(found[0]["grad_norm"], found[1]["grad_norm"])
