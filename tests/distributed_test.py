@@ -88,6 +88,7 @@ class TwoProcessesTest(absltest.TestCase):
       # Calls: 4 an evaluation, 6 a step: process 0 dies in step 3.
       killed = self.run_in(2, "killed", KILL_AT_CALL="28")
       self.assertEqual(killed.returncode, signal.SIGKILL, killed.stderr)
+      self.assertRegex(killed.stderr, "another task died|Connection reset")
       self.assertLess(time.monotonic() - begin, 600)
       self.assertLess(len(self.rows("killed")), 5)
 
