@@ -13,6 +13,7 @@ Expected result: a table of planned bytes, and one of seconds and of ratios
 """
 
 import dataclasses
+import functools
 import time
 
 from absl import app, flags
@@ -46,15 +47,25 @@ TIME_COLUMNS = "grad_scope P G R seconds gigaflops skipped"
 RATIO_COLUMNS = "grad_scope against G measured counted counted_lean share"
 
 
-def gradient_of(kind: str, model: Model, chunk_size: int):
-  """(params, prompt, group) -> loss, gradient, ... of one way."""
+@functools.cache
+def compiled_gradient(kind: str, model: Model, chunk_size: int, *sizes: int):
+  """(params, prompt, group) -> loss, gradient, ... of one way.
+
+  Args:
+    kind: a grad scope, or one of BASELINES.
+    model: whose gradient it is.
+    chunk_size: prompt tokens at once, for the scopes.
+    *sizes: P, G and R.
+  """
   if kind == "conventional":
-    return lambda *xs: conventional_gradient(model, *xs, OBJECTIVE)
-  if kind == "serial_remat":
-    return lambda *xs: serial_remat_gradient(model, *xs, OBJECTIVE)
-  return lambda *xs: group_gradient(
-    model, *xs, OBJECTIVE, chunk_size=chunk_size, grad_scope=kind
-  )
+    gradient = lambda *xs: conventional_gradient(model, *xs, OBJECTIVE)
+  elif kind == "serial_remat":
+    gradient = lambda *xs: serial_remat_gradient(model, *xs, OBJECTIVE)
+  else:
+    gradient = lambda *xs: group_gradient(
+      model, *xs, OBJECTIVE, chunk_size=chunk_size, grad_scope=kind
+    )
+  return compile_gradient(gradient, model, *sizes)
 
 
 def count(kind: str, config, prompt, group, response, chunk_size) -> float:
@@ -79,9 +90,10 @@ def memory_rows(values: dict, model: Model, writer: RowWriter) -> bool:
   ]
   sizes = {}
   for kind, group in common_flags.progress(cases, len(cases)):
-    gradient = gradient_of(kind, model, values["chunk_size"])
     size = planned_bytes(
-      compile_gradient(gradient, model, prompt, group, response)
+      compiled_gradient(
+        kind, model, values["chunk_size"], prompt, group, response
+      )
     )
     sizes[kind, group] = size / MIB
     writer.write(
@@ -138,8 +150,9 @@ def timed(values: dict, model: Model, group: int):
   limit = values["memory_limit_gib"] * GIB
   calls, skipped = {}, {}
   for kind in (*OURS, *BASELINES):
-    gradient = gradient_of(kind, model, values["chunk_size"])
-    compiled = compile_gradient(gradient, model, prompt, group, response)
+    compiled = compiled_gradient(
+      kind, model, values["chunk_size"], prompt, group, response
+    )
     size = planned_bytes(compiled)
     if size > limit:
       skipped[kind] = f"needs {size / GIB:.1f} GiB"

@@ -1,6 +1,7 @@
 """What every experiment script prints and how it ends."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import gc
 import json
 import pathlib
 import sys
@@ -64,6 +65,9 @@ def exit_code(main: Callable[[list[str]], int]) -> Callable[[list[str]], None]:
   """Ends a script with main's code, and bad input with one line and code 2."""
 
   def run(argv: list[str]) -> None:
+    # Tracing makes objects by the million and few cycles: of its time, an
+    # eighth goes into looking for them at Python's own threshold of 700.
+    gc.set_threshold(10_000)
     logging.set_verbosity(logging.WARNING)  # jax tells of absent backends
     try:
       code = main(argv)
