@@ -1,5 +1,7 @@
 """Blocked log-probabilities against the form that holds all logits."""
 
+import re
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
@@ -96,6 +98,30 @@ class LogprobsTest(parameterized.TestCase):
     everything = 4 * tokens * vocab_size
     self.assertLess(temporaries(block), everything / 8)
     self.assertGreaterEqual(temporaries(tokens), everything)  # can fail
+
+  def test_at_full_size(self):
+    """Known fault 32: one block of logits, and products of bfloat16 only."""
+    tokens, vocab_size, block, width = 65536, 248320, 256, 5120
+    args = (
+      jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16),
+      jax.ShapeDtypeStruct((width, vocab_size), jnp.bfloat16),
+      jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+
+    def loss(hidden, head, targets):
+      logprobs, entropy = token_logprobs(hidden, head, targets, block)
+      return logprobs.sum() + entropy.sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(*args)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = re.findall(r"dot_general.* : \((.*)\) -> (.*)", program)
+    # Logits and, in the backward pass, what becomes of their cotangent.
+    self.assertLen(products, 3)
+    for inputs, output in products:
+      self.assertEqual(inputs.count("xbf16>"), 2, inputs)
+      self.assertIn("xf32>", output)
+    rows = {int(n) for n in re.findall(rf"<(\d+)x{vocab_size}x", program)}
+    self.assertEqual(rows, {1, block, width})  # one: the token ids
 
 
 if __name__ == "__main__":

@@ -56,16 +56,33 @@ def _blocked_fwd(block, hidden_TD, head_DV, targets_T):
   return out, (hidden_TD, head_DV, targets_T)
 
 
+def _block_cotangents(hidden_TD, head_DV, targets_T, dlogprobs, dentropy):
+  """Cotangents of one block's hidden states and of the head, both wide.
+
+  With p the distribution, l its logarithm and H its entropy, that of logit v
+  is dlogprob (1[v = target] - p_v) - dentropy p_v (l_v + H). It is rounded to
+  the inputs' dtype: no product is of wide matrices where the head is narrow.
+  """
+  logits_TV = constrain(logits_of(hidden_TD, head_DV), None, "vocab")
+  logp_TV = jax.nn.log_softmax(logits_TV)
+  p_TV = jnp.exp(logp_TV)
+  surprise_TV = logp_TV - (p_TV * logp_TV).sum(-1, keepdims=True)
+  is_target = targets_T[:, None] == jnp.arange(head_DV.shape[1])
+  dlogits_TV = dlogprobs[:, None] * (is_target - p_TV)
+  dlogits_TV -= dentropy[:, None] * p_TV * surprise_TV
+  dlogits_TV = constrain(dlogits_TV.astype(hidden_TD.dtype), None, "vocab")
+  dhidden_TD = wide_einsum("tv,dv->td", dlogits_TV, head_DV)
+  return dhidden_TD, wide_einsum("td,tv->dv", hidden_TD, dlogits_TV)
+
+
 def _blocked_bwd(block, residuals, cotangents):
   hidden_TD, head_DV, targets_T = residuals
   tokens = hidden_TD.shape[0]
 
   def one(dhead, inputs):
     hidden, targets, *cotangent = inputs
-    call = lambda h, w: token_logprobs_reference(h, w, targets)
-    _, pull_back = jax.vjp(call, hidden, head_DV)
-    dhidden, dhead_block = pull_back(tuple(cotangent))
-    return dhead + dhead_block.astype(dhead.dtype), dhidden
+    dhidden, new = _block_cotangents(hidden, head_DV, targets, *cotangent)
+    return dhead + new, dhidden.astype(hidden.dtype)
 
   inputs = _blocked(block, hidden_TD, targets_T, *cotangents)
   dhead, dhidden = lax.scan(one, jnp.zeros_like(widen(head_DV)), inputs)
@@ -87,6 +104,5 @@ def token_logprobs(
   Forward and backward recompute a block's logits; the head's gradient is
   summed over blocks in float32 or wider and rounded once.
   """
-  if hidden_TD.shape[0] <= block:
-    return token_logprobs_reference(hidden_TD, head_DV, targets_T)
+  block = min(block, hidden_TD.shape[0])
   return _blocked_logprobs(block, hidden_TD, head_DV, targets_T)
