@@ -206,9 +206,8 @@ class ConformanceTest(parameterized.TestCase):
     with self.assertRaisesRegex(AssertionError, f"^{check}: "):
       check_mixer("bad", checks=(check,))
 
-  @parameterized.parameters(CarriesSegment, ReadsWithoutTap)
-  def test_values_alone_would_not_catch(self, cls):
-    self.register("bad", builder(cls))
+  def test_values_alone_would_not_catch(self):
+    self.register("bad", builder(ReadsWithoutTap))
     check_mixer("bad", checks=("shapes", "splits", "padding", "causality"))
 
   def test_unknown_names_are_refused(self):

@@ -14,7 +14,7 @@ from absl.testing import absltest
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = (
-  "--prompt_tokens=72 --chunk_size=16 --prompts_per_step=2 --prompts_at_once=2"
+  "--prompt_tokens=72 --chunk_size=16 --prompts_per_step=2 --prompts_at_once=1"
   " --group_size=3 --members_at_once=3 --max_tokens=3 --steps=5 --eval_every=2"
   " --eval_prompts=4 --checkpoint_every=2 --warm_start_max_steps=2"
   " --warm_start_prompts_per_step=2 --warm_start_prompt_tokens=64"

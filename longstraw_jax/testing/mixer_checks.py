@@ -37,7 +37,7 @@ BLOCK = 3  # response tokens at once, where a response spans blocks
 def _check_replay(subject: Subject) -> None:
   """Scores over a captured prompt equal full rows; a member's own are the
   same, bitwise, whoever was replayed before it."""
-  case = subject.chained
+  case = subject.case
   replay = case.replay(5, block_size=BLOCK)
   members = tuple(range(len(LENGTHS)))
   for length in PROMPTS:
@@ -66,28 +66,29 @@ def _stacked(scores: dict) -> np.ndarray:
 
 def _check_gradients(subject: Subject) -> None:
   """Every leaf of every form of the gradient equals plain jax.grad."""
-  case = subject.alone
-  _compare_gradients(
-    case, {("full", "group_gradient"): case.transaction(4, "full")}
+  case, lean = subject.case, subject.lean_case
+  forms = (
+    ("full", "group_gradient", case.transaction(5, "full", block_size=BLOCK)),
+    ("full", "group_gradient, lean", lean.transaction(4, "full")),
+    (
+      "full",
+      "grad of replay(capture)",
+      case.composed(4, "full", members_at_once=2),
+    ),
+    ("response_only", "group_gradient", case.transaction(5, "response_only")),
+    (
+      "response_only",
+      "grad of replay(capture)",
+      case.composed(CAPACITY, "response_only", block_size=BLOCK),
+    ),
   )
-  case = subject.chained
-  forms = {
-    ("full", "group_gradient"): case.transaction(5, "full", block_size=BLOCK),
-    ("full", "grad of replay(capture)"): case.composed(
-      4, "full", members_at_once=2
-    ),
-    ("response_only", "group_gradient"): case.transaction(5, "response_only"),
-    ("response_only", "grad of replay(capture)"): case.composed(
-      CAPACITY, "response_only", block_size=BLOCK
-    ),
-  }
   _compare_gradients(case, forms)
 
 
-def _compare_gradients(case: Case, forms: dict) -> None:
+def _compare_gradients(case: Case, forms: tuple) -> None:
   """Gradients and scores of every form, for every prompt length."""
   layers = "+".join(case.model.config.layer_types)
-  for (scope, form), gradient in forms.items():
+  for scope, form, gradient in forms:
     for length in PROMPTS:
       what = f"{layers}, {scope} scope, prompt of {length}, {form}"
       grads, scores = gradient(length)
@@ -136,10 +137,11 @@ def check_mixer(
   by gradient ("causality"); no copies of the pages in a gradient's compiled
   temporaries ("memory").
 
-  In models of two repeats, alone and under gated attention: replay equals
-  full rows, and members in any order, bitwise ("replay"); the full and the
+  In a model of two repeats, each under gated attention: replay equals full
+  rows, and members in any order, bitwise ("replay"); the full and the
   response_only gradient, by group_gradient and by jax.grad of
-  replay(capture), every leaf against plain jax.grad ("gradients").
+  replay(capture), keeping activations and recomputing them, every leaf
+  against plain jax.grad ("gradients").
 
   Args:
     name: its key in longstraw_jax.MIXERS.

@@ -99,29 +99,28 @@ class Subject:
     return make_segment(rows, tap, 0, 0, layer=1)
 
   @functools.cached_property
-  def alone(self) -> Case:
-    """A model of nothing else."""
-    return self._case(self.name, saved="inputs")
-
-  @functools.cached_property
-  def chained(self) -> Case:
+  def case(self) -> Case:
     """A model in which gradients come down from attention."""
-    return self._case(self.name, "attention", saved="everything")
-
-  def _case(self, *mixers: str, saved: str) -> Case:
     pattern = tuple(
-      LayerSpec(mixer=mixer, ffn=None) for mixer in (*self.below, *mixers)
+      LayerSpec(mixer=mixer, ffn=None)
+      for mixer in (*self.below, self.name, "attention")
     )
     config = dataclasses.replace(
       self.config,
       dtype="float64",
       param_dtype="float64",
-      saved=saved,
+      saved="everything",
       stages=(Stage(pattern=pattern, repeats=2),),
     )
     model = Model(config)
     init = functools.partial(model.init, trainable=self.trainable)
     return Case.create(model, nudged(quick_jit(init)(jax.random.key(1))))
+
+  @functools.cached_property
+  def lean_case(self) -> Case:
+    """The same, recomputing in the backward pass all that it can."""
+    config = dataclasses.replace(self.case.model.config, saved="inputs")
+    return dataclasses.replace(self.case, model=Model(config))
 
 
 def random_like(shapes: Tree, seed: int) -> Tree:
