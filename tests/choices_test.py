@@ -108,6 +108,7 @@ class ChoicesTest(parameterized.TestCase):
     self.assertEqual(metrics["choices_changed_share"], 0.0)
     jax.tree.map(np.testing.assert_array_equal, grads, wanted)
 
+  @pytest.mark.slow
   def test_other_choices_are_followed_and_counted(self):
     self.follow("tiny-moe")
 

@@ -143,8 +143,8 @@ class GradientTest(parameterized.TestCase):
   def test_equals_the_chain_rule_of_the_merged_model(self, scope):
     self.check(scope, None)
 
-  @pytest.mark.slow
   @parameterized.parameters(1, 2)
+  @pytest.mark.slow
   def test_equals_it_over_the_last_chunks(self, tail):
     self.check("tail", tail)
 

@@ -37,6 +37,7 @@ MODEL = Model(CONFIG)
 
 
 class PiecesTest(absltest.TestCase):
+  @pytest.mark.slow
   def test_parts_of_the_reverse_walk_equal_the_whole(self):
     params = jax.jit(MODEL.init)(jax.random.key(0))
     group = Group.create(

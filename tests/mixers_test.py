@@ -157,10 +157,13 @@ def builder(cls, window=5):
   return build
 
 
-@pytest.mark.slow  # architectures_test holds its gradients by default
+@pytest.mark.slow  # architectures_test holds their gradients by default
 class MoreConformanceTest(parameterized.TestCase):
   def test_attention_conforms(self):
     check_mixer("attention")
+
+  def test_latent_attention_conforms(self):
+    check_mixer("latent_attention", PRESETS["tiny-glm"])
 
   def test_shared_latent_attention_conforms(self):
     some = jnp.array([0, 2, 3, 5, 9])
@@ -180,9 +183,6 @@ class ConformanceTest(parameterized.TestCase):
 
   def test_gated_delta_conforms(self):
     check_mixer("gated_delta")
-
-  def test_latent_attention_conforms(self):
-    check_mixer("latent_attention", PRESETS["tiny-glm"])
 
   def test_sliding_window_conforms(self):
     self.addCleanup(MIXERS.pop, sliding_window.NAME)

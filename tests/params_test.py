@@ -79,6 +79,7 @@ class FrozenTest(parameterized.TestCase):
     moments = [x for x in jax.tree.leaves(learner.opt_state) if x.ndim]
     self.assertLen(moments, 2 * len(paths))
 
+  @pytest.mark.slow
   def test_frozen_leaves_have_no_gradient_in_the_composed_form(self):
     model = _model("float64")
     params = model.init(jax.random.key(0), _trainable)

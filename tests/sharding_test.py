@@ -88,10 +88,8 @@ def check(name, scope, context, member, chunk=CHUNK, **options) -> None:
 
 SHAPES = ((1, 1), (2, 1), (4, 2), (8, 1), (2, 4))
 DEFAULT = (
-  ("tiny-hybrid", "full", 4, 2, {"block_size": 2}),
   # Several blocks of own queries on every device, of chunks and of members.
   ("tiny-hybrid", "full", 2, 2, {"block_size": 4, "query_block": 1}),
-  ("tiny-moe", "full", 2, 1, {}),
   ("tiny-glm", "full", 8, 1, {}),
 )
 FAMILIES = ("tiny-hybrid", "tiny-moe", "tiny-glm")

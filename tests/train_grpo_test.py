@@ -1,5 +1,6 @@
 """The main job as a user runs it: killed, resumed, refused."""
 
+import functools
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import sys
 import tempfile
 
 from absl.testing import absltest
+import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = (
@@ -28,8 +30,13 @@ class TrainGrpoTest(absltest.TestCase):
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    cls.work = pathlib.Path(tempfile.mkdtemp())
-    cls.addClassCleanup(shutil.rmtree, cls.work)
+    cls.cache = tempfile.mkdtemp()
+    cls.addClassCleanup(shutil.rmtree, cls.cache)
+
+  def setUp(self):
+    super().setUp()
+    self.work = pathlib.Path(tempfile.mkdtemp())
+    self.addCleanup(shutil.rmtree, self.work)
 
   def _run(self, out: str, *extra: str, **environment):
     """One process; all share compiled programs through a cache on disk."""
@@ -41,7 +48,7 @@ class TrainGrpoTest(absltest.TestCase):
         # The compiler as users have it: the suite's own flags choose another
         # code generator, whose ratios are off by a last bit.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": str(self.work / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": self.cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
       }
     )
@@ -68,11 +75,22 @@ class TrainGrpoTest(absltest.TestCase):
       for row in self._rows(out)
     ]
 
+  @functools.cached_property
+  def whole(self) -> list[dict]:
+    """Rows of a run that nothing disturbed."""
+    done = self._run("whole")
+    self.assertIn("the claim", done.stdout, done.stderr)
+    return self._steady("whole")
+
+  def _kill(self, call: int):
+    """Calls of the reward: 4 a held-out evaluation, 6 a step."""
+    killed = self._run("killed", KILL_AT_CALL=str(call))
+    self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
+    self.assertLess(len(self._rows("killed")), 8)
+
   def test_life_of_a_run(self):
     """Whole, killed and resumed, refused, damaged: one sequence, one cache."""
-    whole = self._run("whole")
-    self.assertIn("the claim", whole.stdout, whole.stderr)
-    rows = self._steady("whole")
+    rows = self.whole
     self.assertEqual([r["step"] for r in rows], list(range(8)))
     phases = [r["phase"] for r in rows]
     self.assertEqual(phases, ["warm_start"] * 2 + ["grpo"] * 5 + ["final"])
@@ -92,23 +110,9 @@ class TrainGrpoTest(absltest.TestCase):
     self.assertGreater(rows[2]["grad_norm"], 0)
 
     with self.subTest("kill -9, run again"):
-      # Calls: 4 a held-out evaluation, 6 a step.
-      for call in ("21", "34"):
-        killed = self._run("killed", KILL_AT_CALL=call)
-        self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
-        self.assertLess(len(self._rows("killed")), 8)
+      self._kill(21)
       self._run("killed")
       self.assertEqual(self._steady("killed"), rows)
-
-    with self.subTest("a finished run is left as it is"):
-      self._run("killed")
-      self.assertEqual(self._steady("killed"), rows)
-
-    with self.subTest("a run can be prolonged"):
-      self._run("killed", "--steps=6")
-      longer = self._steady("killed")
-      self.assertEqual(longer[:7], rows[:7])
-      self.assertLen(longer, 9)
 
     with self.subTest("a checkpoint of another config is refused"):
       other = self._run("whole", "--learning_rate=0.5")
@@ -132,6 +136,26 @@ class TrainGrpoTest(absltest.TestCase):
       shutil.rmtree(newest)
       self._run("whole")
       self.assertEqual(self._steady("whole"), rows)
+
+  @pytest.mark.slow
+  def test_more_of_it(self):
+    """Killed twice, prolonged, out of rewards, out of disk."""
+    rows = self.whole
+    with self.subTest("kill -9 twice, run again"):
+      for call in (21, 34):
+        self._kill(call)
+      self._run("killed")
+      self.assertEqual(self._steady("killed"), rows)
+
+    with self.subTest("a finished run is left as it is"):
+      self._run("killed")
+      self.assertEqual(self._steady("killed"), rows)
+
+    with self.subTest("a run can be prolonged"):
+      self._run("killed", "--steps=6")
+      longer = self._steady("killed")
+      self.assertEqual(longer[:7], rows[:7])
+      self.assertLen(longer, 9)
 
     with self.subTest("a reward that raises loses nothing"):
       broken = self._run("broken", FAIL_AT_CALL="21")

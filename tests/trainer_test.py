@@ -96,6 +96,7 @@ class StepTest(parameterized.TestCase):
     )
     self.assertGreater(_distance(fresh.params, stale.params), 1e-7)
 
+  @pytest.mark.slow
   def test_nothing_depends_on_how_prompts_and_members_are_batched(self):
     objective = PolicyObjective(normalization="token")
     alone = EngineConfig(chunk_size=24)
