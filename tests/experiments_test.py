@@ -8,6 +8,7 @@ import tempfile
 
 from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from experiments import train_grpo, training
 
@@ -80,8 +81,15 @@ class ClaimTest(parameterized.TestCase):
 
 
 class ScriptTest(parameterized.TestCase):
-  @parameterized.parameters(*TINY)
+  def test_rows_of_a_plan(self):
+    self.check_rows("plan")
+
+  @parameterized.parameters("gradient_parity", "group_memory")
+  @pytest.mark.slow
   def test_rows_parse_and_say_what_they_are(self, name):
+    self.check_rows(name)
+
+  def check_rows(self, name):
     with tempfile.TemporaryDirectory() as out:
       done = run_script(name, f"--out={out}", *TINY[name].split())
       text = (pathlib.Path(out) / "rows.jsonl").read_text()

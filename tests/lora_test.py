@@ -334,6 +334,7 @@ def frozen_state(params: Params, scope: str = "prefix_frozen"):
 
 
 class PrefixFrozenTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_gradient(self):
     params = adapted()
 
@@ -392,6 +393,7 @@ class PrefixFrozenTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "weights of step 0"):
       call(state=moved, grad_scope="response_only", **options)
 
+  @pytest.mark.slow
   def test_the_reference_is_the_base_with_a_state_of_its_own(self):
     params = adapted()
     groups = jax.tree.map(lambda x: x[None], GROUP)

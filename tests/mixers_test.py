@@ -157,13 +157,18 @@ def builder(cls, window=5):
   return build
 
 
-@pytest.mark.slow  # architectures_test holds their gradients by default
+@pytest.mark.slow  # by default other tests hold their gradients or formulas
 class MoreConformanceTest(parameterized.TestCase):
   def test_attention_conforms(self):
     check_mixer("attention")
 
   def test_latent_attention_conforms(self):
     check_mixer("latent_attention", PRESETS["tiny-glm"])
+
+  def test_sliding_window_conforms(self):
+    self.addCleanup(MIXERS.pop, sliding_window.NAME)
+    sliding_window.register(5)
+    check_mixer(sliding_window.NAME)
 
   def test_shared_latent_attention_conforms(self):
     some = jnp.array([0, 2, 3, 5, 9])
@@ -183,11 +188,6 @@ class ConformanceTest(parameterized.TestCase):
 
   def test_gated_delta_conforms(self):
     check_mixer("gated_delta")
-
-  def test_sliding_window_conforms(self):
-    self.addCleanup(MIXERS.pop, sliding_window.NAME)
-    sliding_window.register(5)
-    check_mixer(sliding_window.NAME)
 
   @parameterized.parameters(
     (CarriesSegment, "memory"),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.stats import norm
 import numpy as np
+import pytest
 
 from longstraw_jax import (
   PRESETS,
@@ -227,6 +228,7 @@ class BaseTest(parameterized.TestCase):
     _, grads, _ = plain(params, PROMPT, GROUP, OBJECTIVE)
     assert_gradients_close(grads, expected, 1e-12, "jax.grad")
 
+  @pytest.mark.slow
   def test_composed_form_is_differentiated(self):
     """Codes are integers, of which no rule may ask a gradient."""
     params = quantized_params()

@@ -99,6 +99,7 @@ class PageDtypeTest(parameterized.TestCase):
     self.assertLess(error, GAPS[page_dtype])
     self.assertGreater(error, 1e-6)  # something was rounded
 
+  @pytest.mark.slow
   def test_the_same_on_a_mesh(self):
     model, mesh = model_of("int8"), make_mesh(2)
     with jax.set_mesh(mesh):

@@ -109,6 +109,7 @@ class StepTest(parameterized.TestCase):
       together[1]["grad_norm"], apart[1]["grad_norm"], rtol=1e-4
     )
 
+  @pytest.mark.slow
   def test_the_reference_has_a_state_of_its_own(self):
     objective = PolicyObjective(kl_coef=0.1)
     trainer = _trainer(objective=objective)
