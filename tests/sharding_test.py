@@ -151,7 +151,7 @@ class MeshTest(parameterized.TestCase):
     placed = place_at_rest(params, mesh)
     kernel = placed.trainable["stage_0"]["layer_1"]["mixer"]["q_proj"]["kernel"]
     shard = kernel.addressable_shards[0].data
-    self.assertEqual(4 * shard.shape[1], kernel.shape[1])
+    self.assertEqual(2 * shard.shape[1], kernel.shape[1])
     _, grads = on_mesh("tiny-hybrid", "full", 2, 2, block_size=4, query_block=1)
     with jax.set_mesh(mesh):
       specs = rest_specs(grads)
