@@ -362,6 +362,7 @@ class GradientTest(parameterized.TestCase):
   @parameterized.parameters(
     (1, 1, "coupling"), (63, 2, "policy"), (65, 3, "policy"), (129, 3, "policy")
   )
+  @pytest.mark.slow
   def test_plain_autodiff_reaches_the_tolerance(self, length, longest, name):
     """float32 of plain jax.grad against float64: what 1e-5 can be asked of."""
     boundary = length - 1
@@ -500,6 +501,7 @@ class ReplayTest(parameterized.TestCase):
       replayed(state, group, **options), replayed(state, group), 1e-12
     )
 
+  @pytest.mark.slow
   def test_more_members_at_once_than_there_are(self):
     group = make_group(5, 5, False)
     _, expected = our_gradient(PROGRAM, 65, group, None)

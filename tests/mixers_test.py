@@ -206,6 +206,7 @@ class ConformanceTest(parameterized.TestCase):
     with self.assertRaisesRegex(AssertionError, f"^{check}: "):
       check_mixer("bad", checks=(check,))
 
+  @pytest.mark.slow
   def test_values_alone_would_not_catch(self):
     self.register("bad", builder(ReadsWithoutTap))
     check_mixer("bad", checks=("shapes", "splits", "padding", "causality"))

@@ -52,6 +52,7 @@ def _gap(a, b) -> float:
 
 
 class FrozenTest(parameterized.TestCase):
+  @pytest.mark.slow
   def test_gradients_and_optimizer_exist_for_trainable_leaves_only(self):
     model = _model("float64")
     params = model.init(jax.random.key(0), _trainable)

@@ -87,11 +87,6 @@ def check(name, scope, context, member, chunk=CHUNK, **options) -> None:
 
 
 SHAPES = ((1, 1), (2, 1), (4, 2), (8, 1), (2, 4))
-DEFAULT = (
-  # Several blocks of own queries on every device, of chunks and of members.
-  ("tiny-hybrid", "full", 2, 2, {"block_size": 4, "query_block": 1}),
-  ("tiny-glm", "full", 8, 1, {}),
-)
 FAMILIES = ("tiny-hybrid", "tiny-moe", "tiny-glm")
 
 
@@ -120,10 +115,11 @@ class EveryMeshTest(parameterized.TestCase):
 
 
 class MeshTest(parameterized.TestCase):
-  @parameterized.parameters(*DEFAULT)
-  def test_every_leaf(self, name, scope, context, member, options):
-    check(name, scope, context, member, **options)
+  def test_every_leaf(self):
+    """Several blocks of own queries on a device, of chunks and of members."""
+    check("tiny-hybrid", "full", 2, 2, block_size=4, query_block=1)
 
+  @pytest.mark.slow
   def test_members_keep_their_scores(self):
     """Replay and rollout on a mesh give what one device gives."""
     model, params = build("tiny-hybrid")
