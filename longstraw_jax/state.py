@@ -1,5 +1,6 @@
 """State of the whole model: pages of every layer, carries, the prompt's."""
 
+import functools
 from typing import Any
 
 from flax import struct
@@ -190,7 +191,12 @@ def _behind(old: Tree, rows: Tree, filled) -> Tree:
 
 
 def write_layer_rows(
-  buffers: Tree, rows: Tree, layer, border, filled=None
+  buffers: Tree,
+  rows: Tree,
+  layer,
+  border,
+  striping: Striping | None = None,
+  filled=None,
 ) -> Tree:
   """write_rows, or fill_up_rows, of one layer of buffers in host memory.
 
@@ -199,22 +205,32 @@ def write_layer_rows(
     rows: name -> [..., T, H] of that layer.
     layer: which of the L.
     border: of the chunk of T that is written.
-    filled: its rows that stay; None writes all.
+    striping: how devices share the buffers.
+    filled: the chunk's rows that stay; None writes all.
   """
   rows = jax.tree.map(lambda x: x[None], rows)
+  specs, offset = row_specs(buffers), _own_offset(striping, border)
   if filled is not None:
     tokens = next(iter(rows.values())).shape[-2]
-    rows = _behind(take_layer(buffers, layer, border, tokens), rows, filled)
-  return put_layer(buffers, layer, store(rows, buffers), border)
+    size = tokens // (striping.shards if striping else 1)
+    take = functools.partial(take_layer, size=size)
+    old = on_owners(striping, take, (specs, WHOLE, WHOLE), specs)(
+      buffers, layer, offset
+    )
+    rows = _behind(old, rows, filled)
+  return on_owners(striping, put_layer, (specs, WHOLE, specs, WHOLE), specs)(
+    buffers, layer, store(rows, buffers), offset
+  )
 
 
 def grow_rows(buffers: Tree, room: int, striping: Striping | None) -> Tree:
   """Buffers [L, ..., S, H] with room for so many rows, whole chunks of them."""
   size = room // (striping.shards if striping else 1)
-  if on_host(buffers):
-    return jax.tree.map(lambda x: _grown_on_host(x, size), buffers)
   specs = row_specs(buffers)
   grow = lambda buffers: tree_grown(buffers, -2, size)
+  if on_host(buffers):
+    copy = functools.partial(_grown_on_host, size=size)
+    grow = lambda buffers: jax.tree.map(copy, buffers)
   return on_owners(striping, grow, (specs,), specs)(buffers)
 
 

@@ -313,7 +313,7 @@ def walk_forward(
     if own is not None and on_host(own.rows):
       filled = None if begun is None else offset - border
       write = lambda buffers, rows, layer: write_layer_rows(
-        buffers, rows, layer, border, filled
+        buffers, rows, layer, border, job.striping, filled
       )
     outputs, _, _, changed = _block(
       model, job, offset, params, walked.carry, own, priors, write
