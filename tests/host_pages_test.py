@@ -30,7 +30,6 @@ from longstraw_jax.steps import (
   score_groups,
   update,
 )
-from longstraw_jax.testing.compare import assert_gradients_close
 from longstraw_jax.train_config import (
   EngineConfig,
   OptimizerConfig,

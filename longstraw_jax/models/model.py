@@ -140,9 +140,7 @@ def _remat(apply: Callable, saved: str, staged: bool) -> Callable:
   if saved == "everything":
     if not staged:
       return apply
-    return jax.checkpoint(
-      apply, prevent_cse=False, policy=keeps_all_but_staged
-    )
+    return jax.checkpoint(apply, prevent_cse=False, policy=keeps_all_but_staged)
   names = [PAGE_ATTENTION]
   if saved == "projections":
     names.append(PROJECTION)

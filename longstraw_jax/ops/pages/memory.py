@@ -30,9 +30,7 @@ def refuse_host_cotangent() -> None:
 
 def on_host(tree: Tree) -> bool:
   """Whether arrays, traced or not, are in host memory."""
-  return any(
-    jax.typeof(x).memory_space == HOST for x in jax.tree.leaves(tree)
-  )
+  return any(jax.typeof(x).memory_space == HOST for x in jax.tree.leaves(tree))
 
 
 def to_host(tree: Tree) -> Tree:

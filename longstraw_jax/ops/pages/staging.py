@@ -82,9 +82,7 @@ def over_staged(apply: Callable) -> Callable:
     x_TD, update = apply(variables, x_TD, span, own_state)
     back = tuple(
       own if tap is None else _give_back(segment.layer, own, tap)
-      for segment, own, tap in zip(
-        state.pages, update.taps, taps, strict=True
-      )
+      for segment, own, tap in zip(state.pages, update.taps, taps, strict=True)
     )
     return x_TD, update.replace(taps=back)
 
