@@ -81,7 +81,8 @@ def capture(
     pages: where they are kept. "host" is pinned host memory: whoever reads
       the state fetches them layer by layer, and their gradients stay there
       too, so that the device holds those of one layer. `full` and `tail`
-      gradients then come from group_gradient.
+      gradients then come from group_gradient; jax.vmap over prompts is not
+      possible, as JAX cannot slice a batch of host arrays.
 
   Raises:
     ValueError: bad sizes or scope, empty prompt, ids outside the vocabulary,

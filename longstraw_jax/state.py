@@ -208,6 +208,8 @@ def write_layer_rows(
     striping: how devices share the buffers.
     filled: the chunk's rows that stay; None writes all.
   """
+  if not rows:
+    return buffers
   rows = jax.tree.map(lambda x: x[None], rows)
   specs, offset = row_specs(buffers), _own_offset(striping, border)
   if filled is not None:

@@ -38,7 +38,8 @@ class EngineConfig:
     prompts_at_once: prompts worked on together.
     replay_choices: scoring and replay follow the experts and keys that the
       sampler chose for each response token (routing replay).
-    pages: where prompts' pages and their gradients are, "device" or "host".
+    pages: where prompts' pages and their gradients are, "device" or "host";
+      on the host for one prompt at a time.
   """
 
   grad_scope: str = "full"
@@ -56,6 +57,12 @@ class EngineConfig:
     for name in ("chunk_size", "members_at_once", "prompts_at_once"):
       value = getattr(self, name)
       _require(value >= 1, name, value, "use at least 1")
+    _require(
+      self.pages == "device" or self.prompts_at_once == 1,
+      "prompts_at_once",
+      self.prompts_at_once,
+      "pages='host' takes one prompt at a time; use 1",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
