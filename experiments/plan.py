@@ -8,7 +8,9 @@ Cost: 10 to 60 seconds a phase on 2 CPU cores, under 3 GiB of memory; needs the
   extra "plan" (182 MB of wheels), no GPU and no driver.
 Expected result: a table of bytes of one device by phase, in units of 1e9, with
   what dominates, counted operations and a floor on the seconds; with
-  --max_prompt also the longest prompt that fits.
+  --max_prompt also the longest prompt that fits. With --pages=host pages and
+  their gradients are no bytes of the device but of pinned_host, a column apart
+  that nothing bounds.
 """
 
 import dataclasses
@@ -46,7 +48,7 @@ OPTIMIZERS = ("adamw",)
 BASES = ("bf16", "nf4")
 COLUMNS = (
   "phase P weights optimizer gradients pages page_gradients carries "
-  "temporaries total memory fits dominant"
+  "temporaries total memory fits dominant pinned_host"
 )
 WORK_COLUMNS = "phase P teraflops seconds_floor largest_collective compiled"
 
@@ -126,6 +128,7 @@ def row_of(phase: PhasePlan, config: PlanConfig, mfu: float) -> dict:
     "temporaries": phase.temporaries,
     "total": phase.total,
     "memory": phase.memory,
+    "pinned_host": phase.pinned,
     "fits": phase.fits,
     "dominant": phase.dominant,
     "flops": phase.flops,
@@ -140,7 +143,8 @@ def row_of(phase: PhasePlan, config: PlanConfig, mfu: float) -> dict:
 
 def readable(row: dict, unit: float) -> dict:
   """A row for the table: bytes in `unit`, operations in 1e12."""
-  sizes = (*PARTS, "temporaries", "total", "memory", "largest_collective")
+  sizes = (*PARTS, "temporaries", "total", "memory", "pinned_host")
+  sizes += ("largest_collective",)
   shown = {
     name: None if row[name] is None else round(row[name] / unit, 2)
     for name in sizes
@@ -178,6 +182,7 @@ def run(values: dict) -> int:
     dtype=preset.dtype,
     page_dtype=model.config.page_dtype or preset.dtype,
     page_grad_dtype=config.page_grad_dtype,
+    page_memory=config.pages,
     grad_scope=config.grad_scope,
     G=config.group,
     R=config.response,
@@ -236,7 +241,8 @@ def _print(rows: list[dict], config: PlanConfig) -> None:
     f"{shared['train']}, base {shared['base']}, grad_scope "
     f"{shared['grad_scope']}, "
     f"G {config.group}, R {config.response}, chunk {config.chunk_size}; pages "
-    f"{shared['page_dtype']}, their gradients {shared['page_grad_dtype']}\n"
+    f"{shared['page_dtype']}, their gradients {shared['page_grad_dtype']}, "
+    f"in {shared['page_memory']} memory\n"
     f"One device, {unit:.0e} bytes:"
   )
   table = [readable(row, unit) for row in rows]

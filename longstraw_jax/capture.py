@@ -23,7 +23,11 @@ from longstraw_jax.checks import (
 )
 from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.pages import Striping
+from longstraw_jax.ops.pages import (
+  Striping,
+  check_place,
+  refuse_host_cotangent,
+)
 from longstraw_jax.sharding import num_shards
 from longstraw_jax.state import PromptState, grow_rows, tree_grown, tree_zeros
 from longstraw_jax.types import Tree
@@ -49,6 +53,7 @@ def capture(
   length: Int[Array, ""] | int | None = None,
   step: Int[Array, ""] | int = 0,
   prompt_id: Int[Array, ""] | int = 0,
+  pages: str = "device",
 ) -> PromptState:
   """Runs a prompt chunk by chunk without autograd and keeps its state.
 
@@ -73,11 +78,17 @@ def capture(
     length: real prompt tokens where `prompt` is padded; may be traced.
     step: optimizer step of these weights, stamped on the state.
     prompt_id: id of the prompt, stamped on the state.
+    pages: where they are kept. "host" is pinned host memory: whoever reads
+      the state fetches them layer by layer, and their gradients stay there
+      too, so that the device holds those of one layer. `full` and `tail`
+      gradients then come from group_gradient; jax.vmap over prompts is not
+      possible, as JAX cannot slice a batch of host arrays.
 
   Raises:
     ValueError: bad sizes or scope, empty prompt, ids outside the vocabulary,
-      `prefix_frozen` where not exactly adapters learn.
+      `prefix_frozen` where not exactly adapters learn, no such place.
   """
+  check_place(pages)
   check_chunk_size("chunk_size", chunk_size)
   check_scope(grad_scope, tail_chunks)
   check_tokens("prompt", prompt, length, model.config.vocab_size)
@@ -94,7 +105,7 @@ def capture(
   tokens = padded(prompt, wanted + -wanted % chunk_size)
   first = _first_chunk(captured, chunk_size, grad_scope, tail_chunks)
   rows, carry, saved = _capture(
-    model, chunk_size, grad_scope, params, tokens, captured, first
+    model, chunk_size, grad_scope, pages, params, tokens, captured, first
   )
   return PromptState(
     pages=rows,
@@ -255,7 +266,9 @@ def _first_chunk(captured, chunk_size: int, grad_scope: str, tail_chunks):
   return jnp.maximum(chunks - kept, 0)
 
 
-def _prompt_job(tokens, captured, chunk_size: int) -> Job:
+def _prompt_job(
+  tokens, captured, chunk_size: int, pages: str = "device"
+) -> Job:
   """The walk over a prompt: nothing is scored."""
   return Job(
     tokens=tokens,
@@ -264,11 +277,14 @@ def _prompt_job(tokens, captured, chunk_size: int) -> Job:
     start=jnp.int32(0),
     block=chunk_size,
     striping=Striping.of_mesh(chunk_size),
+    pages=pages,
   )
 
 
-def _run(model: Model, chunk_size, save_carries, params, tokens, captured):
-  job = _prompt_job(tokens, captured, chunk_size)
+def _run(
+  model: Model, chunk_size, save_carries, pages, params, tokens, captured
+):
+  job = _prompt_job(tokens, captured, chunk_size, pages)
   carry = tree_zeros(model.state_shapes(1)[1])
   walked = walk_forward(
     model, params, (), carry, job, save_carries=save_carries
@@ -324,27 +340,36 @@ def _refuse_to_differentiate(model, chunk_size, room, primals, tangents):
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _capture(model, chunk_size, grad_scope, params, tokens, captured, first):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _capture(
+  model, chunk_size, grad_scope, pages, params, tokens, captured, first
+):
   if grad_scope in CONSTANT_SCOPES:
     params = lax.stop_gradient(params)
-    return _run(model, chunk_size, False, params, tokens, captured)
-  return _differentiated(model, chunk_size, params, tokens, captured, first)
+    return _run(model, chunk_size, False, pages, params, tokens, captured)
+  return _differentiated(
+    model, chunk_size, pages, params, tokens, captured, first
+  )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiated(model, chunk_size, params, tokens, captured, first):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _differentiated(model, chunk_size, pages, params, tokens, captured, first):
   del first
-  return _run(model, chunk_size, True, params, tokens, captured)
+  return _run(model, chunk_size, True, pages, params, tokens, captured)
 
 
-def _differentiated_fwd(model, chunk_size, params, tokens, captured, first):
-  out = _run(model, chunk_size, True, params, tokens, captured)
+def _differentiated_fwd(
+  model, chunk_size, pages, params, tokens, captured, first
+):
+  if pages == "host":
+    refuse_host_cotangent()
+  out = _run(model, chunk_size, True, pages, params, tokens, captured)
   rows, _, saved = out
   return out, (params, tokens, captured, first, rows, saved)
 
 
-def _differentiated_bwd(model, chunk_size, residuals, cotangents):
+def _differentiated_bwd(model, chunk_size, pages, residuals, cotangents):
+  del pages
   params, tokens, captured, first, rows, saved = residuals
   page_grads, carry_grads, _ = cotangents
   sums, _ = walk_backward(

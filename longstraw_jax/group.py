@@ -40,6 +40,7 @@ def group_gradient(
   state: PromptState | None = None,
   prompt_id: Int[Array, ""] | int | None = None,
   step: Int[Array, ""] | int | None = None,
+  pages: str = "device",
 ) -> tuple[Float[Array, ""], dict, dict]:
   """Loss, gradient and metrics of one group at the memory of one branch.
 
@@ -70,6 +71,7 @@ def group_gradient(
     step: the optimizer step of `params`, which `state` must carry unless it
       is `prefix_frozen`; None leaves it to the caller that a stale state is
       wanted.
+    pages: as in capture; a `state` has its own where it was put.
 
   Returns:
     The loss, gradients like params.trainable in float32 or wider, and the
@@ -93,6 +95,7 @@ def group_gradient(
       capacity=capacity,
       length=length,
       prompt_id=0 if prompt_id is None else prompt_id,
+      pages=pages,
     )
   else:
     check_state(state, prompt, length, grad_scope, chunk_size, step)

@@ -12,7 +12,13 @@ It takes the wheels jax-cuda12-plugin and jax-cuda12-pjrt of jax's own version
 (the extra "plan"); without a GPU, JAX_PLATFORMS=cpu must be set. Where they
 are absent a plan has what arithmetic knows: all but the temporaries.
 
-Bytes are those of one device; see NOT_COUNTED for what is not among them.
+Bytes are those of one device; see NOT_COUNTED for what is not among them. With
+pages="host" the pages and their gradients are counted apart: `pinned` is what
+one device keeps in pinned host memory, and the temporaries hold what a phase
+stages of it. A device that is not there has no memory spaces that arguments
+could be in: a planned phase takes the pages as a device argument, moves them
+to the host at its entry and is compiled from there on as on a GPU; the reverse
+walk makes its accumulator itself, as group_gradient does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +45,12 @@ from longstraw_jax.gpu_targets import GpuTarget
 from longstraw_jax.lora import LoraConfig, add_lora
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.nf4 import quantize_base
-from longstraw_jax.ops.pages import row_specs
+from longstraw_jax.ops.pages import (
+  check_place,
+  row_specs,
+  to_host,
+  wide_zeros,
+)
 from longstraw_jax.replay import replay_members, replay_scores, zero_sums
 from longstraw_jax.rollout import rollout
 from longstraw_jax.sharding import (
@@ -50,7 +61,7 @@ from longstraw_jax.sharding import (
   make_mesh,
   rest_specs,
 )
-from longstraw_jax.state import state_specs
+from longstraw_jax.state import PromptState, state_specs
 from longstraw_jax.steps import apply_gradient, make_learner
 from longstraw_jax.train_config import OptimizerConfig
 from longstraw_jax.types import Tree
@@ -65,6 +76,7 @@ PARTS = (
   "carries",
   "tokens",
 )
+PAGE_PARTS = ("pages", "page_gradients")  # that may be in host memory
 NOT_COUNTED = (
   "Not counted: workspaces of cuBLAS, cuDNN and NCCL, fragmentation, the "
   "runtime's own context; with several prompts a step, the second sum of "
@@ -90,6 +102,7 @@ class PlanConfig:
     prompt, group, response: P, G and R.
     grad_scope, tail_chunks, chunk_size, block_size, members_at_once,
       page_grad_dtype: as in group_gradient.
+    pages: where pages and their gradients are, "device" or "host".
     lora: adapters that alone learn; None trains everything.
     nf4: whether the frozen base is stored in 4 bits.
     optimizer: its settings.
@@ -108,11 +121,13 @@ class PlanConfig:
   block_size: int | None = None
   members_at_once: int = 1
   page_grad_dtype: str = "float32"
+  pages: str = "device"
   lora: LoraConfig | None = None
   nf4: bool = False
   optimizer: OptimizerConfig = OptimizerConfig()
 
   def __post_init__(self):
+    check_place(self.pages)
     check_scope(self.grad_scope, self.tail_chunks)
     sizes = "hosts devices_per_host member group response chunk_size"
     for name in (sizes + " members_at_once").split():
@@ -148,6 +163,7 @@ class PhasePlan:
     memory: of the device.
     flops: counted operations of all devices together; None where not counted.
     bytes_read: a bound from below on what a device must read.
+    pinned: bytes of pages and their gradients in pinned host memory.
     arguments, outputs, aliased: as the compiler sees them; None without one.
     largest_collective: bytes of the largest result of one collective.
     compile_seconds: what compiling took.
@@ -159,6 +175,7 @@ class PhasePlan:
   memory: int
   flops: float | None
   bytes_read: int
+  pinned: int = 0
   temporaries: int | None = None
   arguments: int | None = None
   outputs: int | None = None
@@ -295,10 +312,11 @@ class _Shapes:
       chunk_size=config.chunk_size,
       grad_scope=config.grad_scope,
       tail_chunks=config.tail_chunks,
+      pages=config.pages,
     )
 
-  def parts(self, phase: str) -> dict[str, int]:
-    """What is on the device while a phase runs."""
+  def held(self, phase: str) -> dict[str, int]:
+    """What a device and its share of the host hold while a phase runs."""
     trees = {
       "weights": self.params,
       "optimizer": (self.learner.opt_state, self.learner.step),
@@ -313,6 +331,12 @@ class _Shapes:
       trees["gradients"] = self.sums.params
     return {part: device_bytes(trees.get(part)) for part in PARTS}
 
+  def placed(self, state: PromptState) -> PromptState:
+    """A phase's state, its pages where they are planned to be."""
+    if self.config.pages == "device":
+      return state
+    return state.replace(pages=to_host(state.pages))
+
   def program(self, phase: str) -> tuple[Callable, tuple, tuple[int, ...]]:
     """A phase as (function, its arguments, which of them are given up)."""
     model, config = self.model, self.config
@@ -322,8 +346,11 @@ class _Shapes:
       "members_at_once": config.members_at_once,
     }
     block = min(config.block_size or config.response, config.response)
+    # In host memory the walk makes its own; see the module's docstring.
+    accumulator = None if config.pages == "host" else self.page_grads
 
     def score(params, state, *members):
+      state = self.placed(state)
       return replay_scores(model, params, state, *members, **sizes)
 
     def branch(params, state, responses, lengths, dscores):
@@ -332,7 +359,7 @@ class _Shapes:
         block,
         config.members_at_once,
         params,
-        state,
+        self.placed(state),
         responses,
         lengths,
         None,
@@ -343,6 +370,10 @@ class _Shapes:
     def reverse(params, prompt, state, page_grads, sums):
       # All chunks; what reverse_walk does and hands back the accumulator too,
       # so that it is updated where it is.
+      state = self.placed(state)
+      if config.pages == "host":
+        rows = model.gradient_rows(state.pages)
+        page_grads = wide_zeros(rows, config.page_grad_dtype)
       return reverse_chunks(
         model,
         params,
@@ -361,7 +392,7 @@ class _Shapes:
       return rollout(
         model,
         params,
-        state,
+        self.placed(state),
         key,
         group_size=config.group,
         max_tokens=config.response,
@@ -377,7 +408,7 @@ class _Shapes:
       ),
       "reverse": (
         reverse,
-        (self.params, self.prompt, self.state, self.page_grads, self.sums),
+        (self.params, self.prompt, self.state, accumulator, self.sums),
         (3, 4),
       ),
       "optimizer": (optimizer, (self.learner, self.sums.params), (0, 1)),
@@ -458,13 +489,16 @@ def plan(
   )
   flops["decode"] = flops["score"]
   for phase in phases:
-    parts = shapes.parts(phase)
+    parts = held = shapes.held(phase)
+    if config.pages == "host":
+      parts = parts | dict.fromkeys(PAGE_PARTS, 0)
     row = PhasePlan(
       name=phase,
       parts=parts,
       memory=config.target.memory,
       flops=flops.get(phase),
-      bytes_read=_bytes_read(phase, parts, config),
+      bytes_read=_bytes_read(phase, held, config),
+      pinned=sum(held.values()) - sum(parts.values()),
     )
     if mesh is not None:
       row = _compiled(row, shapes, mesh, keep_text)

@@ -9,7 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.checks import check_chunk_size, check_responses
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.pages import wide_zeros
+from longstraw_jax.ops.pages import (
+  on_host,
+  refuse_host_cotangent,
+  wide_zeros,
+)
 from longstraw_jax.sharding import constrain, num_shards
 from longstraw_jax.state import Pages, PromptState, fill_rows, tree_zeros
 from longstraw_jax.types import Tree
@@ -328,6 +332,8 @@ def _replay_fwd(model, block, members_at_once, params, state, *members):
       "cotangent from replay to capture: use group_gradient, which keeps it in "
       "float32"
     )
+  if state.differentiated and on_host(state.pages):
+    refuse_host_cotangent()
   out = _replay(model, block, members_at_once, params, state, *members)
   return out, (params, state, *members)
 

@@ -1,5 +1,6 @@
 """State of the whole model: pages of every layer, carries, the prompt's."""
 
+import functools
 from typing import Any
 
 from flax import struct
@@ -11,9 +12,15 @@ from jaxtyping import Array, Int
 from longstraw_jax.checks import CONSTANT_SCOPES
 from longstraw_jax.ops.pages import (
   Striping,
+  host_zeros,
+  on_host,
   on_owners,
+  put_beside,
+  put_layer,
   row_specs,
   store,
+  take_layer,
+  to_device,
 )
 from longstraw_jax.sharding import WHOLE, carry_specs
 from longstraw_jax.types import Tree
@@ -100,7 +107,10 @@ def state_specs(state: PromptState) -> PromptState:
 
 
 def write_rows(
-  buffers: Tree, rows: Tree, offset, striping: Striping | None = None
+  buffers: Tree,
+  rows: Tree,
+  offset,
+  striping: Striping | None = None,
 ) -> Tree:
   """Appends rows [L, ..., T, H] to buffers [L, ..., S, H], in place under jit.
 
@@ -113,6 +123,7 @@ def write_rows(
     def one(buffer, new):
       starts = [jnp.int32(0)] * buffer.ndim
       starts[-2] = offset
+      new = put_beside(new, buffer)
       return lax.dynamic_update_slice(buffer, new, starts)
 
     return jax.tree.map(one, buffers, rows)
@@ -126,11 +137,17 @@ def write_rows(
 def read_rows(
   buffers: Tree, offset, tokens: int, striping: Striping | None = None
 ) -> Tree:
-  """Rows [offset, offset + tokens) of every layer; a whole chunk if striped."""
+  """Rows [offset, offset + tokens) of every layer; a whole chunk if striped.
+
+  They are on the device, wherever the buffers are.
+  """
   size = tokens // (striping.shards if striping else 1)
-  read = lambda buffers, offset: jax.tree.map(
-    lambda x: lax.dynamic_slice_in_dim(x, offset, size, x.ndim - 2), buffers
-  )
+
+  def read(buffers, offset):
+    cut = lambda x: lax.dynamic_slice_in_dim(x, offset, size, x.ndim - 2)
+    rows = jax.tree.map(cut, buffers)
+    return to_device(rows) if on_host(buffers) else rows
+
   specs = row_specs(buffers)
   return on_owners(striping, read, (specs, WHOLE), specs)(
     buffers, _own_offset(striping, offset)
@@ -158,14 +175,54 @@ def fill_up_rows(
   Rows that do not fit are dropped: what is written is the whole chunk from its
   border on.
   """
+  old = read_rows(buffers, border, tokens, striping)
+  rows = _behind(old, rows, filled)
+  return write_rows(buffers, rows, border, striping)
+
+
+def _behind(old: Tree, rows: Tree, filled) -> Tree:
+  """A chunk's stored rows with new ones behind its `filled` first."""
 
   def place(old, new):
-    stays = jnp.arange(tokens)[:, None] < filled
+    stays = jnp.arange(old.shape[-2])[:, None] < filled
     return jnp.where(stays, old, jnp.roll(new, filled, -2))
 
-  old = read_rows(buffers, border, tokens, striping)
-  rows = jax.tree.map(place, old, store(rows, old))
-  return write_rows(buffers, rows, border, striping)
+  return jax.tree.map(place, old, store(rows, old))
+
+
+def write_layer_rows(
+  buffers: Tree,
+  rows: Tree,
+  layer,
+  border,
+  striping: Striping | None = None,
+  filled=None,
+) -> Tree:
+  """write_rows, or fill_up_rows, of one layer of buffers in host memory.
+
+  Args:
+    buffers: name -> [L, ..., S, H].
+    rows: name -> [..., T, H] of that layer.
+    layer: which of the L.
+    border: of the chunk of T that is written.
+    striping: how devices share the buffers.
+    filled: the chunk's rows that stay; None writes all.
+  """
+  if not rows:
+    return buffers
+  rows = jax.tree.map(lambda x: x[None], rows)
+  specs, offset = row_specs(buffers), _own_offset(striping, border)
+  if filled is not None:
+    tokens = next(iter(rows.values())).shape[-2]
+    size = tokens // (striping.shards if striping else 1)
+    take = functools.partial(take_layer, size=size)
+    old = on_owners(striping, take, (specs, WHOLE, WHOLE), specs)(
+      buffers, layer, offset
+    )
+    rows = _behind(old, rows, filled)
+  return on_owners(striping, put_layer, (specs, WHOLE, specs, WHOLE), specs)(
+    buffers, layer, store(rows, buffers), offset
+  )
 
 
 def grow_rows(buffers: Tree, room: int, striping: Striping | None) -> Tree:
@@ -173,7 +230,17 @@ def grow_rows(buffers: Tree, room: int, striping: Striping | None) -> Tree:
   size = room // (striping.shards if striping else 1)
   specs = row_specs(buffers)
   grow = lambda buffers: tree_grown(buffers, -2, size)
+  if on_host(buffers):
+    copy = functools.partial(_grown_on_host, size=size)
+    grow = lambda buffers: jax.tree.map(copy, buffers)
   return on_owners(striping, grow, (specs,), specs)(buffers)
+
+
+def _grown_on_host(buffer: Array, size: int) -> Array:
+  """A larger copy of one buffer, which passes the device layer by layer."""
+  grown = host_zeros((*buffer.shape[:-2], size, buffer.shape[-1]), buffer.dtype)
+  copy = lambda i, grown: put_layer(grown, i, take_layer(buffer, i))
+  return lax.fori_loop(0, buffer.shape[0], copy, grown)
 
 
 def fill_rows(rows: Tree, known: Tree) -> Tree:

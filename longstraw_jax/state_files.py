@@ -28,7 +28,12 @@ from longstraw_jax.checks import (
 )
 from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.pages import Striping, row_specs
+from longstraw_jax.ops.pages import (
+  Striping,
+  check_place,
+  row_specs,
+  to_host,
+)
 from longstraw_jax.state import PromptState, named_leaves, tree_zeros
 from longstraw_jax.weights.safetensors_files import (
   SafetensorsSource,
@@ -94,7 +99,11 @@ def save_state(
 
 
 def load_state(
-  path: str | os.PathLike[str], model: Model, params: Params
+  path: str | os.PathLike[str],
+  model: Model,
+  params: Params,
+  *,
+  pages: str = "device",
 ) -> PromptState:
   """Reads a state that save_state wrote, equal to the bit.
 
@@ -105,6 +114,7 @@ def load_state(
     model: the model, of the same configuration; its name does not matter.
     params: the parameters, of the same numbers; which of them learn does not
       matter. Under `prefix_frozen` only the base must be the same.
+    pages: where they go, as in capture, wherever they were.
 
   Raises:
     FileNotFoundError: there is no such file.
@@ -113,6 +123,7 @@ def load_state(
       several processes.
   """
   _check_one_process()
+  check_place(pages)
   path = pathlib.Path(path)
   if not path.is_file():
     raise FileNotFoundError(f"there is no state in {str(path)!r}")
@@ -129,7 +140,7 @@ def load_state(
     raise _refuse(path, "; ".join(lines))
   _check_weights(path, stamp["weights"], params, stamp["grad_scope"])
   arrays = [
-    _dealt(like.striping, name, source.read(name))
+    _dealt(like.striping, name, source.read(name), pages == "host")
     for name in named_leaves(like)
   ]
   return jax.tree.unflatten(jax.tree.structure(like), arrays)
@@ -150,11 +161,17 @@ def _collected(striping: Striping | None, name: str, x: Array) -> np.ndarray:
   return striping.collect(np.asarray(x)) if dealt else np.asarray(x)
 
 
-def _dealt(striping: Striping | None, name: str, x: np.ndarray) -> Array:
-  """The inverse of _collected, on the current mesh's devices."""
+def _dealt(
+  striping: Striping | None, name: str, x: np.ndarray, host: bool
+) -> Array:
+  """The inverse of _collected, on the current mesh's devices or their host."""
+  host = host and name.startswith(PAGES)
+  # Copies, as the file may change.
   if striping is None or not name.startswith(PAGES):
-    return jnp.array(x)  # a copy, as the file may change
-  where = NamedSharding(jax.sharding.get_mesh(), row_specs(x))
+    return to_host(x.copy()) if host else jnp.array(x)
+  kind = "pinned_host" if host else None
+  mesh = jax.sharding.get_mesh()
+  where = NamedSharding(mesh, row_specs(x), memory_kind=kind)
   return jax.device_put(striping.deal(x.copy()), where)
 
 

@@ -69,6 +69,7 @@ def _capture(model, engine: EngineConfig, params, prompt, prompt_id, step):
     tail_chunks=engine.tail_chunks,
     step=step,
     prompt_id=prompt_id,
+    pages=engine.pages,
   )
 
 
@@ -218,6 +219,7 @@ def update(
       block_size=engine.block_size,
       members_at_once=engine.members_at_once,
       state=state,
+      pages=engine.pages,
     )
 
   at_once = engine.prompts_at_once

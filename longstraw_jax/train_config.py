@@ -6,6 +6,7 @@ import optax
 
 from longstraw_jax.checks import CONSTANT_SCOPES, check_scope
 from longstraw_jax.objectives import ADVANTAGE_MODES, PolicyObjective
+from longstraw_jax.ops.pages import check_place
 
 
 def _require(ok: bool, name: str, value, remedy: str) -> None:
@@ -37,6 +38,8 @@ class EngineConfig:
     prompts_at_once: prompts worked on together.
     replay_choices: scoring and replay follow the experts and keys that the
       sampler chose for each response token (routing replay).
+    pages: where prompts' pages and their gradients are, "device" or "host";
+      on the host for one prompt at a time.
   """
 
   grad_scope: str = "full"
@@ -46,12 +49,20 @@ class EngineConfig:
   members_at_once: int = 1
   prompts_at_once: int = 1
   replay_choices: bool = False
+  pages: str = "device"
 
   def __post_init__(self):
+    check_place(self.pages)
     check_scope(self.grad_scope, self.tail_chunks)
     for name in ("chunk_size", "members_at_once", "prompts_at_once"):
       value = getattr(self, name)
       _require(value >= 1, name, value, "use at least 1")
+    _require(
+      self.pages == "device" or self.prompts_at_once == 1,
+      "prompts_at_once",
+      self.prompts_at_once,
+      "pages='host' takes one prompt at a time; use 1",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -242,10 +242,13 @@ class Trainer:
   ) -> np.ndarray:
     """Rewards of one sampled response to each of the first held-out prompts.
 
-    Prompts and randomness are the same at every call.
+    Prompts and randomness are the same at every call; pages in host memory are
+    those of one prompt at a time.
     """
     sampling = dataclasses.replace(self.config.sampling, group_size=1)
     scope = self.config.engine.grad_scope
+    if self.config.engine.pages == "host":
+      at_once = 1
     engine = dataclasses.replace(
       self.config.engine,
       # prefix_frozen is another policy, not only another gradient.

@@ -22,7 +22,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.pages import Striping, wide_zeros
+from longstraw_jax.ops.pages import (
+  Striping,
+  host_zeros,
+  on_host,
+  wide_zeros,
+)
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.sharding import (
   carry_specs,
@@ -39,6 +44,7 @@ from longstraw_jax.state import (
   tree_at,
   tree_set,
   tree_zeros,
+  write_layer_rows,
   write_rows,
 )
 from longstraw_jax.types import Span, Tree
@@ -58,6 +64,7 @@ class Job:
     choices: recorded choices to follow, stage -> layer -> name ->
       [*M, L, S, A]; None chooses afresh.
     batched: whether there is a member axis.
+    pages: where the sequence's own rows are kept, "device" or "host".
   """
 
   tokens: Int[Array, "*M S"]
@@ -68,6 +75,7 @@ class Job:
   striping: Striping | None = struct.field(pytree_node=False, default=None)
   choices: Tree | None = None
   batched: bool = struct.field(pytree_node=False, default=False)
+  pages: str = struct.field(pytree_node=False, default="device")
 
   @property
   def blocks(self) -> int:
@@ -150,14 +158,23 @@ def _changed_share(live: Tree, followed: Tree, span: Span) -> Array:
 
 
 def _one_block(
-  model: Model, params, carry, own, priors, tokens, targets, choices, span
+  model: Model,
+  write,
+  params,
+  carry,
+  own,
+  priors,
+  tokens,
+  targets,
+  choices,
+  span,
 ):
   """One block of one member: outputs, taps of priors and of its own pages.
 
   And, of no gradient, how far the choices differ.
   """
   segments = priors if own is None else (*priors, own)
-  out = model.hidden(params, tokens, span, segments, carry, choices)
+  out = model.hidden(params, tokens, span, segments, carry, choices, write)
   changed = None
   if choices is not None:
     changed = _changed_share(out.choices, choices, span)
@@ -171,16 +188,19 @@ def _one_block(
   return outputs, out.taps[:number], out.taps[number:], changed
 
 
-def _block(model: Model, job: Job, offset, params, carry, own, priors):
+def _block(
+  model: Model, job: Job, offset, params, carry, own, priors, write=None
+):
   """The block from token `offset` on, for one member or a batch of them.
 
-  It ends where blocks end, at a multiple of their size.
+  It ends where blocks end, at a multiple of their size. Where its layers write
+  their rows into `own`, the outputs' rows are the buffers.
   """
   cut = lambda x: lax.dynamic_slice_in_dim(x, offset, job.block, x.ndim - 1)
   positions = job.start + offset + jnp.arange(job.block, dtype=jnp.int32)
   room = job.block - lax.rem(offset, jnp.int32(job.block))
   length = jnp.clip(job.length - offset, 0, room)
-  call = functools.partial(_one_block, model)
+  call = functools.partial(_one_block, model, write)
   span = Span(positions=positions, length=length)
   if job.batched:
     own_axes = (
@@ -226,7 +246,8 @@ def _own_pages(job: Job, rows: Tree, taps: Tree | None, offset) -> Pages | None:
 def _nothing_walked(model: Model, carry: Tree, job: Job, save_carries) -> Begun:
   """Empty buffers for a whole job."""
   shapes, _ = model.state_shapes(job.tokens.shape[-1])
-  lead = lambda x: jnp.zeros((*job.member_shape, *x.shape), x.dtype)
+  zeros = host_zeros if job.pages == "host" else jnp.zeros
+  lead = lambda x: zeros((*job.member_shape, *x.shape), x.dtype)
   each = lambda x: jnp.zeros((job.blocks, *x.shape), x.dtype)
   rows = jax.tree.map(lead, shapes)
   if job.striping is not None:
@@ -288,8 +309,14 @@ def walk_forward(
     saved = walked.saved_carries
     if save_carries:
       saved = _save_entry(saved, index, walked.carry, entered)
+    write = None
+    if own is not None and on_host(own.rows):
+      filled = None if begun is None else offset - border
+      write = lambda buffers, rows, layer: write_layer_rows(
+        buffers, rows, layer, border, job.striping, filled
+      )
     outputs, _, _, changed = _block(
-      model, job, offset, params, walked.carry, own, priors
+      model, job, offset, params, walked.carry, own, priors, write
     )
     put = lambda x, new: lax.dynamic_update_slice_in_dim(
       x, new.astype(x.dtype), offset, x.ndim - 1
@@ -299,7 +326,9 @@ def walk_forward(
       logprobs = put(logprobs, outputs.logprobs)
       entropy = put(entropy, outputs.entropy)
     rows = outputs.rows
-    if begun is None:
+    if write is not None:
+      pass  # layer by layer, already
+    elif begun is None:
       rows = write_rows(walked.rows, rows, border, job.striping)
     else:
       place = (border, offset - border, job.block, job.striping)

@@ -17,7 +17,14 @@ from longstraw_jax.models.contract import State, Update
 from longstraw_jax.models.layers import NORMS, PROJECTION
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
-from longstraw_jax.ops.pages import PAGE_ATTENTION, Segment, stored_struct
+from longstraw_jax.ops.pages import (
+  PAGE_ATTENTION,
+  Segment,
+  keeps_all_but_staged,
+  on_host,
+  over_staged,
+  stored_struct,
+)
 from longstraw_jax.sharding import constrain
 from longstraw_jax.state import Pages, tree_zeros
 from longstraw_jax.types import Span, Tree
@@ -57,7 +64,8 @@ class Hidden:
 
   Attributes:
     x_TD: final hidden states, normalised.
-    rows: this call's rows, stage -> layer -> name -> [L, ..., T, H].
+    rows: this call's rows, stage -> layer -> name -> [L, ..., T, H]; where
+      they were written, the buffers.
     carry: the new carry, stage -> layer -> [L, ...].
     taps: of every segment, as handed on.
     choices: discrete choices that the live weights make, stage -> layer ->
@@ -116,10 +124,23 @@ def make_block(config: ModelConfig, spec: LayerSpec) -> Block:
   )
 
 
-def _remat(apply: Callable, saved: str) -> Callable:
-  """Recomputes in the backward pass what `saved` does not keep."""
+# Writes one layer's new rows into buffers in host memory:
+# (name -> [L, ..., S, H], name -> [..., T, H], layer) -> the buffers.
+Writer = Callable[[dict, dict, Array], dict]
+
+
+def _remat(apply: Callable, saved: str, staged: bool) -> Callable:
+  """Recomputes in the backward pass what `saved` does not keep.
+
+  Never kept are rows of pages in host memory, of layers that stage them: they
+  are fetched again.
+  """
+  if staged:
+    apply = over_staged(apply)
   if saved == "everything":
-    return apply
+    if not staged:
+      return apply
+    return jax.checkpoint(apply, prevent_cse=False, policy=keeps_all_but_staged)
   names = [PAGE_ATTENTION]
   if saved == "projections":
     names.append(PROJECTION)
@@ -264,8 +285,11 @@ class Model:
     segments: tuple[Pages, ...],
     carry: Tree,
     choices: Tree | None = None,
+    write: Writer | None = None,
   ) -> Hidden:
     """Runs one call's tokens through every layer.
+
+    Pages in host memory are on the device one layer at a time.
 
     Args:
       params: the parameters.
@@ -275,6 +299,10 @@ class Model:
       carry: of every layer, before them.
       choices: recorded discrete choices to follow, stage -> layer -> name ->
         [L, T, ...]; what is missing is chosen afresh.
+      write: how every layer writes its rows into the last segment's buffers,
+        which are in host memory; None hands the rows back. A loop around this
+        call may not both carry host buffers and have a layer scan inside read
+        them as a constant: XLA for GPUs then loses track of where they are.
     """
     tree = params.merged()
     x_TD = tree["embed"][tokens].astype(self.config.dtype)
@@ -288,12 +316,15 @@ class Model:
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
       follow = {} if choices is None else choices[name]
       index = jnp.arange(stage.repeats, dtype=jnp.int32)
-      (x_TD, own_taps), outputs = lax.scan(
-        functools.partial(body, views),
-        (x_TD, own_taps),
+      written = None if write is None else views[-1].rows
+      (x_TD, own_taps, written), outputs = lax.scan(
+        functools.partial(body, views, write),
+        (x_TD, own_taps, written),
         (tree[name], carry[name], follow, index),
       )
       rows[name], new_carry[name], chosen[name] = outputs
+      if write is not None:
+        rows[name] = written
       taps = tuple(
         None if tap is None else tap | {name: own}
         for tap, own in zip(taps, own_taps, strict=True)
@@ -305,9 +336,11 @@ class Model:
     x_TD = norm.apply(weight, x_TD)
     return Hidden(x_TD, rows, new_carry, taps, chosen)
 
-  def _layer(self, blocks, span, views, running, inputs):
+  def _layer(self, blocks, span, views, write, running, inputs):
     """One repeat of a stage's pattern; the scan's body."""
-    x_TD, taps = running
+    x_TD, taps, written = running
+    if write is not None:
+      views = [*views[:-1], views[-1].replace(rows=written)]
     params, carry, choices, index = inputs
     rows, new_carry, chosen, shared = {}, {}, {}, {}
     for j, block in enumerate(blocks):
@@ -324,7 +357,8 @@ class Model:
         )
         for view, tap in zip(views, taps, strict=True)
       )
-      apply = _remat(block.apply, self.config.saved)
+      staged = any(on_host(segment.rows) for segment in pages)
+      apply = _remat(block.apply, self.config.saved, staged)
       state = State(
         pages=pages,
         carry=carry[name],
@@ -334,13 +368,17 @@ class Model:
       x_TD, update = apply({"params": params[name]}, x_TD, span, state)
       x_TD = constrain(x_TD, "tokens", None)
       rows[name], new_carry[name] = update.rows, update.carry
+      if write is not None:
+        rows[name] = {}
+        own = write(written[name], update.rows, index)
+        written = written | {name: own}
       chosen[name] = update.choices
       shared = shared | update.shared
       taps = tuple(
         None if tap is None else tap | {name: own}
         for tap, own in zip(taps, update.taps, strict=True)
       )
-    return (x_TD, taps), (rows, new_carry, chosen)
+    return (x_TD, taps, written), (rows, new_carry, chosen)
 
   def _head(self, params: Params, dtype) -> Float[Array, "D V"]:
     tree = params.merged()

@@ -22,12 +22,28 @@ buffer: the backward passes sum over the members before they add.
 
 from longstraw_jax.ops.pages.attend import attend
 from longstraw_jax.ops.pages.attend_blocks import Part, attend_blocks
+from longstraw_jax.ops.pages.memory import (
+  PLACES,
+  check_place,
+  host_zeros,
+  on_host,
+  put_beside,
+  put_layer,
+  refuse_host_cotangent,
+  take_layer,
+  to_device,
+  to_host,
+)
 from longstraw_jax.ops.pages.own import merge, open_rows
 from longstraw_jax.ops.pages.read import gather_rows, read_block
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
   PAGE_ATTENTION,
   Segment,
+)
+from longstraw_jax.ops.pages.staging import (
+  keeps_all_but_staged,
+  over_staged,
 )
 from longstraw_jax.ops.pages.stored import (
   ScaledRows,
@@ -44,19 +60,31 @@ from longstraw_jax.ops.pages.striping import (
 __all__ = [
   "EMPTY_LSE",
   "PAGE_ATTENTION",
+  "PLACES",
   "Part",
   "ScaledRows",
   "Segment",
   "Striping",
   "attend",
   "attend_blocks",
+  "check_place",
   "gather_rows",
+  "host_zeros",
+  "keeps_all_but_staged",
   "merge",
+  "on_host",
   "on_owners",
   "open_rows",
+  "over_staged",
+  "put_beside",
+  "put_layer",
   "read_block",
+  "refuse_host_cotangent",
   "row_specs",
   "store",
   "stored_struct",
+  "take_layer",
+  "to_device",
+  "to_host",
   "wide_zeros",
 ]

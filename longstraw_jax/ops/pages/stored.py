@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
+from longstraw_jax.ops.pages.memory import host_zeros, on_host
 from longstraw_jax.ops.precision import wide_dtype, widen
 from longstraw_jax.types import Tree
 
@@ -79,9 +80,15 @@ def expand(block, dtype: str | None):
 
 
 def wide_zeros(rows: Tree, dtype=None) -> Tree:
-  """Accumulators for the gradients of rows, float32 or wider by default."""
+  """Accumulators for the gradients of rows, where these are.
+
+  Args:
+    rows: as stored.
+    dtype: of the accumulators; float32 or wider by default.
+  """
+  zeros = host_zeros if on_host(rows) else jnp.zeros
   return jax.tree.map(
-    lambda x: jnp.zeros(x.shape, dtype or wide_dtype(x.dtype)),
+    lambda x: zeros(x.shape, dtype or wide_dtype(x.dtype)),
     rows,
     is_leaf=_is_stored,
   )
