@@ -101,7 +101,7 @@ def gradient(name, group, **options):
 
 class ChoicesTest(parameterized.TestCase):
   def test_recorded_choices_are_those_of_the_live_weights(self):
-    self.check_recorded("tiny-glm")
+    self.check_recorded("tiny-moe")
 
   def check_recorded(self, name):
     group = sampled(name)
@@ -154,7 +154,7 @@ class ChoicesTest(parameterized.TestCase):
 @pytest.mark.slow
 class MoreChoicesTest(parameterized.TestCase):
   def test_recorded_choices_are_those_of_the_live_weights(self):
-    ChoicesTest().check_recorded("tiny-moe")
+    ChoicesTest().check_recorded("tiny-glm")
 
   @parameterized.parameters("tiny-moe", "tiny-glm")
   def test_other_choices_in_every_form(self, name):
