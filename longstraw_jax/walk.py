@@ -325,12 +325,10 @@ def walk_forward(
     if scored:
       logprobs = put(logprobs, outputs.logprobs)
       entropy = put(entropy, outputs.entropy)
-    rows = outputs.rows
-    if write is not None:
-      pass  # layer by layer, already
-    elif begun is None:
+    rows = outputs.rows  # whole buffers where layers wrote into them
+    if write is None and begun is None:
       rows = write_rows(walked.rows, rows, border, job.striping)
-    else:
+    elif write is None:
       place = (border, offset - border, job.block, job.striping)
       rows = fill_up_rows(walked.rows, rows, *place)
     return Walked(
