@@ -5,12 +5,11 @@ As plan_compile_test, in a process of its own.
 
 import functools
 import json
-import os
-import subprocess
-import sys
 
 from absl.testing import parameterized
 import pytest
+
+from tests.child import run_json
 
 pytest.importorskip("jax_plugins.xla_cuda12")
 
@@ -66,16 +65,7 @@ def planned() -> dict[tuple, dict]:
   script = _SCRIPT
   for name in ("LAYERS", "CHUNK", "RESPONSE"):
     script = script.replace(name, str(globals()[name]))
-  done = subprocess.run(
-    [sys.executable, "-c", script, json.dumps(CASES)],
-    env=os.environ | {"JAX_ENABLE_X64": "0", "XLA_FLAGS": ""},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  if done.returncode:
-    raise RuntimeError(done.stderr)
-  rows = json.loads(done.stdout.splitlines()[-1])
+  rows = run_json(script, json.dumps(CASES), XLA_FLAGS="")
   return dict(zip(CASES, rows, strict=True))
 
 

@@ -7,11 +7,11 @@ them fast; the plans are those of the default settings within 0.2 %.
 import functools
 import json
 import os
-import subprocess
-import sys
 
 from absl.testing import absltest, parameterized
 import pytest
+
+from tests.child import run_json
 
 PROMPT, RESPONSE, CHUNK = 32768, 128, 256
 MIB = 2**20
@@ -65,21 +65,12 @@ def planned(cases: tuple = CASES) -> dict[tuple, int]:
   script = _SCRIPT.replace("CHUNK", str(CHUNK)).replace(
     "RESPONSE", str(RESPONSE)
   )
-  environment = os.environ | {"JAX_ENABLE_X64": "0"}
-  done = subprocess.run(
-    [sys.executable, "-c", script, json.dumps(cases)],
-    env=environment,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  if done.returncode:
-    raise RuntimeError(done.stderr)
-  sizes = json.loads(done.stdout.splitlines()[-1])
+  sizes = run_json(script, json.dumps(cases))
   return dict(zip(cases, sizes, strict=True))
 
 
 _RUN_SCRIPT = """
+import json
 import pathlib
 import jax, jax.numpy as jnp
 from longstraw_jax import PRESETS, Group, Model, PolicyObjective, group_gradient
@@ -113,7 +104,8 @@ pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak
 before = resident("VmRSS")
 jax.block_until_ready(call(*args))
 grown = resident("VmHWM") - before
-print(plan.temp_size_in_bytes + plan.output_size_in_bytes, grown)
+planned = plan.temp_size_in_bytes + plan.output_size_in_bytes
+print(json.dumps([planned, grown]))
 """
 
 # Four attention layers, keys and values, two heads of 32 floats.
@@ -127,14 +119,7 @@ PAGES = PROMPT * 4 * 2 * 2 * 32 * 4
 class RealityTest(absltest.TestCase):
   def test_a_plan_against_resident_memory(self):
     """Of a program of more than 2 GiB, compiled before and then run."""
-    done = subprocess.run(
-      [sys.executable, "-c", _RUN_SCRIPT],
-      env=os.environ | {"JAX_ENABLE_X64": "0"},
-      capture_output=True,
-      text=True,
-      check=True,
-    )
-    planned, grown = map(int, done.stdout.split()[-2:])
+    planned, grown = run_json(_RUN_SCRIPT)
     print(f"\nplanned {planned / MIB:.0f} MiB, grown {grown / MIB:.0f} MiB")
     self.assertGreaterEqual(planned, 2048 * MIB)
     self.assertLess(abs(grown / planned - 1), 0.1)

@@ -2,10 +2,6 @@
 
 import dataclasses
 import functools
-import json
-import os
-import subprocess
-import sys
 
 from absl.testing import parameterized
 from flax import traverse_util
@@ -36,6 +32,7 @@ from longstraw_jax.nf4 import (
 from longstraw_jax.ops.experts import expert_mlp
 from longstraw_jax.testing.baselines import conventional_gradient
 from longstraw_jax.testing.compare import assert_gradients_close
+from tests.child import run_json
 
 CONFIG = dataclasses.replace(
   PRESETS["tiny-hybrid"], dtype="float64", param_dtype="float64", norm_eps=1e-3
@@ -346,16 +343,7 @@ print(json.dumps({saved: plan(saved) for saved in SAVED}))
 @functools.cache
 def plans() -> dict[str, dict]:
   """Bytes of a group's gradient, `base` being the whole one in bfloat16."""
-  done = subprocess.run(
-    [sys.executable, "-c", _SCRIPT.replace("SAVED", repr(tuple(SHARES)))],
-    env=os.environ | {"JAX_ENABLE_X64": "0"},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  if done.returncode:
-    raise RuntimeError(done.stderr)
-  return json.loads(done.stdout.splitlines()[-1])
+  return run_json(_SCRIPT.replace("SAVED", repr(tuple(SHARES))))
 
 
 # What may be saved, and the share of the base that working memory may have;
