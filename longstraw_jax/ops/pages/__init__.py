@@ -22,6 +22,7 @@ buffer: the backward passes sum over the members before they add.
 
 from longstraw_jax.ops.pages.attend import attend
 from longstraw_jax.ops.pages.attend_blocks import Part, attend_blocks
+from longstraw_jax.ops.pages.attend_chosen import attend_chosen
 from longstraw_jax.ops.pages.memory import (
   PLACES,
   check_place,
@@ -67,6 +68,7 @@ __all__ = [
   "Striping",
   "attend",
   "attend_blocks",
+  "attend_chosen",
   "check_place",
   "gather_rows",
   "host_zeros",

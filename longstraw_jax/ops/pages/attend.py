@@ -9,6 +9,7 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from longstraw_jax.ops.pages.own import normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
   PAGE_ATTENTION,
@@ -86,10 +87,8 @@ def _attend_part(size, q_TNH, rows, place):
     part = jnp.concatenate([o, total[..., None]], axis=-1)
     part = sum_owners(part * jnp.exp(top - highest)[..., None])
     o, top, total = part[..., :-1], highest, part[..., -1]
-  empty = total == 0
-  total = jnp.where(empty, 1.0, total)
-  lse = jnp.where(empty, EMPTY_LSE, top + jnp.log(total))
-  return _join_heads(o / total[..., None], tokens), _join_heads(lse, tokens)
+  o, lse = normalise(o, top, total)
+  return _join_heads(o, tokens), _join_heads(lse, tokens)
 
 
 def _attend_backward(size, folded, saved, cotangents, rows, place, tap):

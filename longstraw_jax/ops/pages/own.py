@@ -5,7 +5,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from longstraw_jax.ops.pages.segment import Segment
+from longstraw_jax.ops.pages.segment import EMPTY_LSE, Segment
 from longstraw_jax.ops.precision import widen
 
 
@@ -40,6 +40,21 @@ def open_rows(rows: dict[str, Array], length, start) -> Segment:
     length=jnp.asarray(length, jnp.int32),
     start=jnp.asarray(start, jnp.int32),
   )
+
+
+def normalise(o, top, total):
+  """Sums over rows as attention: (outputs, log-sum-exp).
+
+  Args:
+    o: values weighted by exp(score - top), [..., H].
+    top: the highest score, [...].
+    total: the sum of the weights, [...]; 0 where there were no rows, which
+      gives o = 0 and EMPTY_LSE.
+  """
+  empty = total == 0
+  total = jnp.where(empty, 1.0, total)
+  lse = jnp.where(empty, EMPTY_LSE, top + jnp.log(total))
+  return o / total[..., None], lse
 
 
 def merge(parts: list[tuple[Array, Array]]) -> Float[Array, "T N H"]:

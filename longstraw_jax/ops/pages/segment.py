@@ -11,6 +11,7 @@ from longstraw_jax.ops.pages.striping import Striping
 from longstraw_jax.types import Tree
 
 EMPTY_LSE = -1e30  # log-sum-exp of nothing; its weight in a merge is exactly 0
+NO_SLOT = 2**30  # behind the end of every buffer
 
 # Name of attention outputs for checkpoint policies: small to keep, and the
 # only part whose recomputation costs as much as reading every page again.
@@ -83,14 +84,14 @@ class Place:
     """Slots, in the buffer at hand, of filled places in the sequence.
 
     Returns:
-      (slots, inside): those not inside stand behind the end, at 2^30.
+      (slots, inside): those not inside are NO_SLOT.
     """
     inside = (offsets >= 0) & (offsets < self.length)
     if self.striping is not None:
       offsets, mine = self.striping.slot_of(offsets)
       inside = inside & mine
     # Behind the end, not -1: that would wrap to the last row.
-    return jnp.where(inside, offsets, 2**30), inside
+    return jnp.where(inside, offsets, NO_SLOT), inside
 
 
 def slice_rows(buffer: Tree, layer, offset, size: int) -> Tree:

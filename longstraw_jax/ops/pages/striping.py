@@ -124,6 +124,24 @@ def sum_owners(tree: Tree) -> Tree:
   return lax.psum(tree, _ROWS)
 
 
+def token_specs(tokens: int) -> PartitionSpec:
+  """Specs of [T, ...] dealt to the devices; whole where they do not divide T.
+
+  So is what sum_to_tokens leaves.
+  """
+  return WHOLE if tokens % num_shards("tokens") else spec("tokens")
+
+
+def sum_to_tokens(x: Array) -> Array:
+  """sum_owners, after which each has its share of the tokens [T, ...].
+
+  All of them where the owners do not divide T.
+  """
+  if x.shape[0] % lax.axis_size(_ROWS):
+    return sum_owners(x)
+  return lax.psum_scatter(x, _ROWS, scatter_dimension=0, tiled=True)
+
+
 def max_owners(x: Array) -> Array:
   """The largest of what the owners computed; inside on_owners."""
   return lax.pmax(x, _ROWS)

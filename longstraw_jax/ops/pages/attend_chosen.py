@@ -1,0 +1,313 @@
+"""Softmax attention of every query to rows of a segment chosen for it alone."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from longstraw_jax.ops.pages.own import normalise
+from longstraw_jax.ops.pages.segment import (
+  EMPTY_LSE,
+  NO_SLOT,
+  PAGE_ATTENTION,
+  Place,
+  Segment,
+  add_block,
+  any_batched,
+  give_member_axis,
+)
+from longstraw_jax.ops.pages.stored import expand
+from longstraw_jax.ops.pages.striping import (
+  max_owners,
+  on_owners,
+  row_specs,
+  sum_owners,
+  sum_to_tokens,
+  token_specs,
+)
+from longstraw_jax.ops.precision import wide_einsum, widen
+from longstraw_jax.sharding import WHOLE, num_shards, per_device
+from longstraw_jax.types import Tree
+
+# A query's list of rows is read in at least so many pieces: who holds few of
+# them, as one of several owners does, then reads few pieces.
+_PIECES = 8
+
+
+class _Sizes(NamedTuple):
+  """Static: name of the rows, width of a value, queries and keys at once."""
+
+  name: str
+  value_dim: int
+  queries: int
+  keys: int
+
+
+def _query_blocks(x: Array, size: int, fill=0) -> Array:
+  """[T, ...] as [blocks, size, ...], padded."""
+  padding = ((0, -x.shape[0] % size),) + ((0, 0),) * (x.ndim - 1)
+  x = jnp.pad(x, padding, constant_values=fill)
+  return x.reshape(-1, size, *x.shape[1:])
+
+
+def _held_slots(sizes: _Sizes, place: Place, keys_QA):
+  """Where the buffer at hand holds the keys: in order, the others behind them.
+
+  Returns:
+    [Q, pieces * keys] slots, and how many pieces hold one of any query.
+  """
+  slots, inside = place.slot_of(keys_QA - place.start)
+  padding = ((0, 0), (0, -slots.shape[1] % sizes.keys))
+  slots = jnp.sort(jnp.pad(slots, padding, constant_values=NO_SLOT), axis=1)
+  longest = inside.sum(1, dtype=jnp.int32).max()
+  return slots, lax.div(longest + (sizes.keys - 1), jnp.int32(sizes.keys))
+
+
+def _read_piece(sizes: _Sizes, place: Place, rows: Tree, slots, index):
+  """Piece `index` of the rows, [Q, B, H], and its slots."""
+  at = lax.dynamic_slice_in_dim(slots, index * sizes.keys, sizes.keys, 1)
+  take = lambda x: x.at[place.layer, at].get(mode="fill", fill_value=0)
+  return expand(jax.tree.map(take, rows), place.dtype), at
+
+
+def _scores(q_QNH, rows_QBH, slots_QB):
+  """[Q, N, B], EMPTY_LSE where there is no row, and where there is one."""
+  held = (slots_QB < NO_SLOT)[:, None]
+  scores = wide_einsum("qnh,qbh->qnb", q_QNH, rows_QBH)
+  return jnp.where(held, scores, EMPTY_LSE), held
+
+
+def _forward(sizes: _Sizes, q_TNH, keys_TA, rows, place):
+  call = functools.partial(_forward_part, sizes)
+  tokens = token_specs(q_TNH.shape[0])
+  if place.striping is not None:
+    specs = (WHOLE, WHOLE, row_specs(rows), WHOLE)
+    call = on_owners(place.striping, call, specs, (tokens, WHOLE))
+  elif num_shards("tokens") > 1:
+    specs = (tokens, tokens, WHOLE, WHOLE)
+    call = per_device(call, specs, (tokens, tokens))
+  part, top_TN = call(q_TNH, keys_TA, rows, place)
+  return normalise(part[..., :-1], top_TN, part[..., -1])
+
+
+def _forward_part(sizes: _Sizes, q_TNH, keys_TA, rows, place):
+  """Unnormalised outputs beside their normalisers, and the highest scores."""
+
+  def block(inputs):
+    q, keys = inputs
+    slots, trips = _held_slots(sizes, place, keys)
+
+    def body(index, carry):
+      part, top = carry
+      row, at = _read_piece(sizes, place, rows, slots, index)
+      scores, held = _scores(q, row, at)
+      new_top = jnp.maximum(top, scores.max(-1))
+      weights = jnp.where(held, jnp.exp(scores - new_top[..., None]), 0.0)
+      narrow = weights.astype(row.dtype)
+      value = row[..., : sizes.value_dim]
+      new = wide_einsum("qnb,qbh->qnh", narrow, value)
+      new = jnp.concatenate([new, weights.sum(-1, keepdims=True)], axis=-1)
+      return part * jnp.exp(top - new_top)[..., None] + new, new_top
+
+    wide, shape = widen(q).dtype, q.shape[:2]
+    carry = (
+      jnp.zeros((*shape, sizes.value_dim + 1), wide),
+      jnp.full(shape, EMPTY_LSE, wide),
+    )
+    return lax.fori_loop(0, trips, body, carry)
+
+  blocks = (
+    _query_blocks(q_TNH, sizes.queries),
+    _query_blocks(keys_TA, sizes.queries, -1),
+  )
+  flat = lambda x: x.reshape(-1, *x.shape[2:])[: q_TNH.shape[0]]
+  part, top = jax.tree.map(flat, lax.map(block, blocks))
+  if place.striping is not None:
+    highest = max_owners(top)
+    part = part * jnp.exp(top - highest)[..., None]
+    part, top = sum_to_tokens(part), highest
+  return part, top
+
+
+def _backward(sizes: _Sizes, saved, cotangents, rows, place, tap):
+  q_TNH, keys_TA, o_TNH, lse_TN = saved
+  do_TNH, dlse_TN = cotangents
+  # Before owners get all queries: the wide o and do stay where they are.
+  delta_TN = (do_TNH * o_TNH).sum(-1) - dlse_TN
+  queries = (q_TNH, do_TNH.astype(q_TNH.dtype), lse_TN, delta_TN, keys_TA)
+  tokens = token_specs(q_TNH.shape[0])
+  call = functools.partial(_backward_part, sizes)
+  if place.striping is not None:
+    specs = (WHOLE, row_specs(rows), WHOLE, row_specs(tap))
+    call = on_owners(place.striping, call, specs, (tokens, row_specs(tap)))
+  elif num_shards("tokens") > 1:
+    call = functools.partial(_backward_dealt, sizes, tokens)
+  dq_TNH, tap = call(queries, rows, place, tap)
+  return dq_TNH.astype(q_TNH.dtype), tap
+
+
+def _backward_dealt(sizes: _Sizes, tokens, queries, rows, place, tap):
+  """Of rows that every device holds: each has its queries, and one layer."""
+  one_layer = lambda x: lax.dynamic_slice_in_dim(x, place.layer, 1)
+
+  def part(queries, rows, place):
+    own = None
+    if tap is not None:
+      own = jnp.zeros((1, *tap.shape[1:]), tap.dtype)
+    dq_TNH, own = _backward_part(sizes, queries, rows, place, own)
+    return dq_TNH, own if tokens == WHOLE else sum_owners(own)
+
+  rows, first = jax.tree.map(one_layer, rows), place.replace(layer=jnp.int32(0))
+  dq_TNH, own = per_device(part, (tokens, WHOLE, WHOLE), (tokens, WHOLE))(
+    queries, rows, first
+  )
+  if tap is not None:
+    tap = add_block(tap, place.layer, 0, own[0])
+  return dq_TNH, tap
+
+
+def _backward_part(sizes: _Sizes, queries, rows, place, tap):
+  """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2)."""
+
+  def block(tap, inputs):
+    q, do, lse, delta, keys = inputs
+    slots, trips = _held_slots(sizes, place, keys)
+
+    def body(index, carry):
+      dq, tap = carry
+      row, at = _read_piece(sizes, place, rows, slots, index)
+      scores, held = _scores(q, row, at)
+      weights = jnp.where(held, jnp.exp(scores - lse[..., None]), 0.0)
+      value = row[..., : sizes.value_dim]
+      dweights = wide_einsum("qnh,qbh->qnb", do, value)
+      dscores = (weights * (dweights - delta[..., None])).astype(q.dtype)
+      dq = dq + wide_einsum("qnb,qbh->qnh", dscores, row)
+      if tap is not None:
+        # A row is a key over its whole width and a value over a part of it.
+        drow = wide_einsum("qnb,qnh->qbh", dscores, q)
+        narrow = weights.astype(q.dtype)
+        dvalue = wide_einsum("qnb,qnh->qbh", narrow, do)
+        drow = drow.at[..., : sizes.value_dim].add(dvalue)
+        add = tap.at[place.layer, at].add
+        tap = add(drow.astype(tap.dtype), mode="drop")
+      return dq, tap
+
+    carry = jnp.zeros(q.shape, widen(q).dtype), tap
+    dq, tap = lax.fori_loop(0, trips, body, carry)
+    return tap, dq
+
+  *arrays, keys_TA = queries
+  cut = functools.partial(_query_blocks, size=sizes.queries)
+  blocks = (*map(cut, arrays), cut(keys_TA, fill=-1))
+  tap, dq = lax.scan(block, tap, blocks)
+  dq_TNH = dq.reshape(-1, *dq.shape[2:])[: keys_TA.shape[0]]
+  return (dq_TNH if place.striping is None else sum_to_tokens(dq_TNH)), tap
+
+
+@functools.cache
+def _backward_members(sizes: _Sizes):
+  """The backward pass with its own rule for a batch of members."""
+
+  @custom_vmap
+  def backward(saved, cotangents, rows, place, tap):
+    return _backward(sizes, saved, cotangents, rows, place, tap)
+
+  @backward.def_vmap
+  def rule(axis_size, batched, saved, cotangents, rows, place, tap):
+    saved, cotangents = give_member_axis(
+      axis_size, batched[:2], (saved, cotangents)
+    )
+    if any_batched(batched[2:]):
+      pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
+      one = functools.partial(_backward, sizes)
+      dq, tap = jax.vmap(one)(saved, cotangents, *pages)
+      return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
+    # Members that share the rows are only more queries over them.
+    fold = lambda x: x.reshape(-1, *x.shape[2:])
+    q = saved[0]
+    saved, cotangents = jax.tree.map(fold, (saved, cotangents))
+    dq, tap = backward(saved, cotangents, rows, place, tap)
+    return (dq.reshape(q.shape), tap), (
+      True,
+      jax.tree.map(lambda _: False, tap),
+    )
+
+  return backward
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(sizes: _Sizes, q_TNH, keys_TA, rows, place, tap):
+  return _forward(sizes, q_TNH, keys_TA, rows, place), tap
+
+
+def _attend_fwd(sizes: _Sizes, q_TNH, keys_TA, rows, place, tap):
+  o, lse = _forward(sizes, q_TNH, keys_TA, rows, place)
+  o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
+  return ((o, lse), tap), (q_TNH, keys_TA, o, lse, rows, place)
+
+
+def _attend_bwd(sizes: _Sizes, residuals, cotangents):
+  *saved, rows, place = residuals
+  (do, dlse), dtap = cotangents
+  part = None if dtap is None else dtap[sizes.name]
+  dq, part = _backward_members(sizes)(
+    tuple(saved), (do, dlse), rows, place, part
+  )
+  if dtap is not None:
+    dtap = dtap | {sizes.name: part}
+  return dq, None, None, None, dtap
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend_chosen(
+  q_TNH: Float[Array, "T N H"],
+  keys_TA: Int[Array, "T A"],
+  segment: Segment,
+  *,
+  name: str,
+  value_dim: int,
+  query_block: int,
+) -> tuple[tuple[Float[Array, "T N Hv"], Float[Array, "T N"]], dict | None]:
+  """Softmax attention of T queries to chosen rows of a segment.
+
+  A row is a key over its whole width and a value over its first `value_dim`
+  dims, shared by all heads. The rows of `query_block` queries are gathered
+  piece by piece, as far as the segment holds any of them: a query's keys may
+  lie in several segments, each of which gives its part of the softmax.
+
+  Where devices share the rows, these stay where they are: every device attends
+  to those it holds. One all-reduce of T N maxima and one reduce-scatter of
+  T N (Hv + 1) outputs with their normalisers join the parts; backward there is
+  one reduce-scatter of T N H cotangents of the queries, all in float32 or
+  wider. They are all-reduces where the devices do not divide T.
+
+  Args:
+    q_TNH: queries, scaled.
+    keys_TA: positions that each query attends to, none of them twice; those
+      that the segment does not hold are left out.
+    segment: the rows.
+    name: of the rows that are read, [L, S, H].
+    value_dim: Hv, width of a value.
+    query_block: queries handled at once.
+
+  Returns:
+    ((o, lse), tap): outputs and log-sum-exp in float32 or wider, o = 0 and
+    lse = EMPTY_LSE where the segment holds no key of a query; and the tap as
+    handed on.
+  """
+  pieces = max(_PIECES, segment.shards)
+  sizes = _Sizes(
+    name=name,
+    value_dim=value_dim,
+    queries=min(query_block, q_TNH.shape[0]),
+    keys=-(-keys_TA.shape[1] // pieces),
+  )
+  rows, place = segment.rows[name], Place.of(segment)
+  return _attend(sizes, q_TNH, keys_TA, rows, place, segment.tap)

@@ -1,0 +1,215 @@
+"""Attention to chosen rows of a segment, against dense attention by a mask."""
+
+import functools
+import math
+import re
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from longstraw_jax import make_mesh
+from longstraw_jax.ops.pages import (
+  EMPTY_LSE,
+  Segment,
+  Striping,
+  attend_chosen,
+)
+from longstraw_jax.ops.sparse_attention import sparse_attention
+
+L, T, N, H, V = 2, 7, 3, 6, 4  # V: width of the values
+CAPACITY, LENGTH, START, LAYER = 32, 27, 5, 1
+CHOSEN = 9
+KEYS = np.random.default_rng(1).permuted(
+  np.tile(np.arange(START - 3, START + LENGTH + 3), (T, 1)), axis=1
+)[:, :CHOSEN]
+KEYS[2] = -1  # a query that attends to nothing
+KEYS[3, :-1] = -1  # and one with a lone key, in the segment
+KEYS[3, -1] = START + 11
+
+
+def arrays(seed=0):
+  """Queries, rows, an accumulator in use, and cotangents of (o, lse)."""
+  normal = np.random.default_rng(seed).normal
+  rows, used = (normal(size=(L, CAPACITY, H)) for _ in range(2))
+  q = normal(size=(T, N, H))
+  return q, rows, used, (normal(size=(T, N, V)), normal(size=(T, N)))
+
+
+def segment_of(rows, tap, striping=None):
+  """A tap is {"x": accumulator}."""
+  layer, length, start = map(jnp.int32, (LAYER, LENGTH, START))
+  return Segment(
+    rows={"x": rows},
+    tap=tap,
+    layer=layer,
+    length=length,
+    start=start,
+    striping=striping,
+  )
+
+
+def chosen(q, keys, rows, tap, striping=None):
+  segment = segment_of(rows, tap, striping)
+  return attend_chosen(q, keys, segment, name="x", value_dim=V, query_block=4)
+
+
+def dense(q, keys, rows):
+  """(o, lse) over all rows of the layer, those not chosen masked."""
+  places = START + np.arange(LENGTH)
+  seen = (keys[:, :, None] == places).any(1)[:, None]
+  rows = rows[LAYER, :LENGTH]
+  scores = jnp.where(seen, jnp.einsum("tnh,sh->tns", q, rows), EMPTY_LSE)
+  lse = jax.nn.logsumexp(scores, axis=-1)
+  weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
+  lse = jnp.where(seen.any(-1), lse, EMPTY_LSE)
+  return jnp.einsum("tns,sv->tnv", weights, rows[:, :V]), lse
+
+
+@jax.jit
+def dense_gradients(q, keys, rows, cotangents):
+  out, pull_back = jax.vjp(lambda q, rows: dense(q, keys, rows), q, rows)
+  return out, pull_back(cotangents)
+
+
+def assert_close(got, wanted):
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+  jax.tree.map(close, got, wanted)
+
+
+class AttendChosenTest(parameterized.TestCase):
+  @parameterized.parameters(1, 4, 8)
+  def test_values_and_gradients_equal_dense(self, shards):
+    """Also of rows that are dealt to several devices."""
+    q, rows, used, cotangents = arrays()
+    striping = None if shards == 1 else Striping(chunk=8, shards=shards)
+    deal = striping.deal if striping else lambda x: x
+    collect = striping.collect if striping else lambda x: x
+
+    @jax.jit
+    def run(q, rows, used):
+      call = lambda q, tap: chosen(q, KEYS, rows, tap, striping)
+      (out, _), pull_back = jax.vjp(call, q, {"x": used})
+      return out, pull_back((cotangents, {"x": used}))
+
+    with jax.set_mesh(make_mesh(shards)):
+      (o, lse), (dq, total) = run(q, deal(rows), deal(used))
+    wanted, (wanted_dq, drows) = dense_gradients(q, KEYS, rows, cotangents)
+    assert_close((o, lse), wanted)
+    assert_close(dq, wanted_dq)
+    assert_close(collect(total["x"]), used + drows)
+    np.testing.assert_array_equal(o[2], 0.0)
+    np.testing.assert_array_equal(lse[2], EMPTY_LSE)
+
+  @parameterized.parameters(1, 2)
+  def test_members_share_one_accumulator(self, context):
+    """Also where other devices hold other members, and other rows."""
+    members = 2
+    q, cotangents = jax.tree.map(
+      lambda *x: np.stack(x), *(arrays(i)[::3] for i in range(members))
+    )
+    keys = np.stack([KEYS, KEYS[::-1]])
+    _, rows, used, _ = arrays()
+    striping = None if context == 1 else Striping(chunk=8, shards=context)
+    deal = striping.deal if striping else lambda x: x
+    collect = striping.collect if striping else lambda x: x
+    name = None if context == 1 else "member"
+
+    @jax.jit
+    def run(q, rows, used):
+      def call(q, tap):
+        one = lambda q, keys: chosen(q, keys, rows, tap, striping)
+        return jax.vmap(one, out_axes=(0, None), spmd_axis_name=name)(q, keys)
+
+      (out, _), pull_back = jax.vjp(call, q, {"x": used})
+      return out, pull_back((cotangents, {"x": used}))
+
+    mesh = make_mesh(context, 1 if context == 1 else members)
+    with jax.set_mesh(mesh):
+      out, (dq, total) = run(q, deal(rows), deal(used))
+    wanted_total = used
+    for i in range(members):
+      cotangent = jax.tree.map(lambda x: x[i], cotangents)  # noqa: B023
+      wanted, (wanted_dq, drows) = dense_gradients(
+        q[i], keys[i], rows, cotangent
+      )
+      assert_close((out[0][i], out[1][i]), wanted)
+      assert_close(dq[i], wanted_dq)
+      wanted_total = wanted_total + drows
+    assert_close(collect(total["x"]), wanted_total)
+
+  def test_sparse_attention_joins_own_rows_and_segments(self):
+    """Keys of one query lie in pages and in the call; both get gradients."""
+    q, rows, used, (do, _) = arrays()
+    own = np.random.default_rng(3).normal(size=(T, H))
+    start = START + LENGTH
+    positions = start + np.arange(T)
+    before = positions[:, None] - [0, 1]
+    keys = [np.where(KEYS < start, KEYS, -1), np.maximum(before, start - 1)]
+    keys = np.concatenate(keys, axis=1)
+    keys[:1, -1] = -1  # the last row of the pages, which KEYS may hold
+
+    def sparse(q, own, tap):
+      args = (q, own, positions, keys, (segment_of(jnp.asarray(rows), tap),))
+      o, (tap,) = sparse_attention(*args, name="x", value_dim=V, query_block=4)
+      return o, tap
+
+    def plain(q, own, rows):
+      every = jnp.concatenate([rows[LAYER, :LENGTH], own])
+      places = START + np.arange(LENGTH + T)
+      seen = (keys[:, :, None] == places).any(1)[:, None]
+      scores = jnp.where(seen, jnp.einsum("tnh,sh->tns", q, every), -jnp.inf)
+      return jnp.einsum("tns,sv->tnv", jax.nn.softmax(scores), every[:, :V])
+
+    @jax.jit
+    def run(q, own, used):
+      o, pull_back = jax.vjp(sparse, q, own, {"x": used})
+      return o[0], pull_back((do, {"x": used}))
+
+    @jax.jit
+    def run_plain(q, own, rows):
+      o, pull_back = jax.vjp(plain, q, own, rows)
+      return o, pull_back(do)
+
+    o, (dq, down, total) = run(q, own, used)
+    wanted, (wanted_dq, wanted_down, drows) = run_plain(q, own, rows)
+    assert_close((o, dq, down), (wanted, wanted_dq, wanted_down))
+    assert_close(total["x"], used + drows)
+
+  def test_what_moves_between_devices(self):
+    """Maxima, outputs and the cotangent of queries: no row of a page."""
+    tokens, heads, width, room, shards = 16, 3, 6, 1024, 8
+    mesh = make_mesh(shards)
+    striping = Striping(chunk=64, shards=shards)
+
+    def gradient(q, keys, rows, tap):
+      def call(q, tap):
+        return chosen(q, keys, rows, tap, striping)
+
+      out, pull_back = jax.vjp(call, q, {"x": tap})
+      return pull_back((out[0], {"x": tap}))
+
+    pages = jax.NamedSharding(mesh, jax.P(None, "context", None))
+    row = jax.ShapeDtypeStruct((L, room, width), jnp.float32, sharding=pages)
+    q = jax.ShapeDtypeStruct((tokens, heads, width), jnp.float32)
+    keys = jax.ShapeDtypeStruct((tokens, CHOSEN), jnp.int32)
+    with jax.set_mesh(mesh):
+      step = jax.jit(gradient, donate_argnums=3).lower(q, keys, row, row)
+    text = step.compile().as_text()
+    sizes = lambda name: sorted(
+      math.prod(map(int, dims.split(",")))
+      for dims in re.findall(rf"= \w+\[([\d,]+)\]\S* {name}\(", text)
+    )
+    share = tokens // shards * heads
+    self.assertEqual(sizes("all-reduce"), [tokens * heads])
+    self.assertEqual(sizes("reduce-scatter"), [share * (V + 1), share * width])
+    # Every owner gets all queries' do, lse and delta.
+    for size in sizes("all-gather"):
+      self.assertLessEqual(size, tokens * heads * V)
+    for name in ("all-to-all", "collective-permute"):
+      self.assertNotIn(f" {name}", text)
+
+
+if __name__ == "__main__":
+  absltest.main()
