@@ -8,9 +8,9 @@ Cost: 10 to 60 seconds a phase on 2 CPU cores, under 3 GiB of memory; needs the
   extra "plan" (182 MB of wheels), no GPU and no driver.
 Expected result: a table of bytes of one device by phase, in units of 1e9, with
   what dominates, counted operations and a floor on the seconds; with
-  --max_prompt also the longest prompt that fits. With --pages=host pages and
-  their gradients are no bytes of the device but of pinned_host, a column apart
-  that nothing bounds.
+  --max_prompt also the longest prompt that fits. With --pages=host pages, their
+  gradients and saved carries are no bytes of the device but of pinned_host, a
+  column apart that nothing bounds.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ OPTIMIZERS = ("adamw",)
 BASES = ("bf16", "nf4")
 COLUMNS = (
   "phase P weights optimizer gradients pages page_gradients carries "
-  "temporaries total memory fits dominant pinned_host"
+  "saved_carries temporaries total memory fits dominant pinned_host"
 )
 WORK_COLUMNS = "phase P teraflops seconds_floor largest_collective compiled"
 

@@ -29,7 +29,7 @@ from longstraw_jax.ops.pages import (
   refuse_host_cotangent,
 )
 from longstraw_jax.sharding import num_shards
-from longstraw_jax.state import PromptState, grow_rows, tree_grown, tree_zeros
+from longstraw_jax.state import PromptState, grow_rows, grow_saved, tree_zeros
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
   Begun,
@@ -79,10 +79,11 @@ def capture(
     step: optimizer step of these weights, stamped on the state.
     prompt_id: id of the prompt, stamped on the state.
     pages: where they are kept. "host" is pinned host memory: whoever reads
-      the state fetches them layer by layer, and their gradients stay there
-      too, so that the device holds those of one layer. `full` and `tail`
-      gradients then come from group_gradient; jax.vmap over prompts is not
-      possible, as JAX cannot slice a batch of host arrays.
+      the state fetches them layer by layer, and their gradients and the saved
+      carries are there too, so that the device holds those of one layer and of
+      one chunk. `full` and `tail` gradients then come from group_gradient;
+      jax.vmap over prompts is not possible, as JAX cannot slice a batch of
+      host arrays.
 
   Raises:
     ValueError: bad sizes or scope, empty prompt, ids outside the vocabulary,
@@ -302,7 +303,9 @@ def _run_on(model: Model, chunk_size, room, params, state, tokens, added):
   begun = Begun(
     length=state.length,
     rows=grow_rows(state.pages, room, state.striping),
-    saved_carries=tree_grown(state.saved_carries, 0, room // chunk_size),
+    saved_carries=grow_saved(
+      state.saved_carries, room // chunk_size, state.striping
+    ),
   )
   walked = walk_forward(
     model,

@@ -13,12 +13,12 @@ It takes the wheels jax-cuda12-plugin and jax-cuda12-pjrt of jax's own version
 are absent a plan has what arithmetic knows: all but the temporaries.
 
 Bytes are those of one device; see NOT_COUNTED for what is not among them. With
-pages="host" the pages and their gradients are counted apart: `pinned` is what
-one device keeps in pinned host memory, and the temporaries hold what a phase
-stages of it. A device that is not there has no memory spaces that arguments
-could be in: a planned phase takes the pages as a device argument, moves them
-to the host at its entry and is compiled from there on as on a GPU; the reverse
-walk makes its accumulator itself, as group_gradient does.
+pages="host" what is then in host memory (HOST_PARTS) is counted apart: `pinned`
+is what one device keeps there, and the temporaries hold what a phase stages of
+it. A device that is not there has no memory spaces that arguments could be in:
+a planned phase takes them as device arguments, moves them to the host at its
+entry and is compiled from there on as on a GPU; the reverse walk makes its
+accumulator itself, as group_gradient does.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,9 +74,11 @@ PARTS = (
   "pages",
   "page_gradients",
   "carries",
+  "saved_carries",
   "tokens",
 )
-PAGE_PARTS = ("pages", "page_gradients")  # that may be in host memory
+# That are in host memory with pages="host".
+HOST_PARTS = ("pages", "page_gradients", "saved_carries")
 NOT_COUNTED = (
   "Not counted: workspaces of cuBLAS, cuDNN and NCCL, fragmentation, the "
   "runtime's own context; with several prompts a step, the second sum of "
@@ -102,7 +104,8 @@ class PlanConfig:
     prompt, group, response: P, G and R.
     grad_scope, tail_chunks, chunk_size, block_size, members_at_once,
       page_grad_dtype: as in group_gradient.
-    pages: where pages and their gradients are, "device" or "host".
+    pages: where pages, their gradients and saved carries are, "device" or
+      "host".
     lora: adapters that alone learn; None trains everything.
     nf4: whether the frozen base is stored in 4 bits.
     optimizer: its settings.
@@ -163,7 +166,7 @@ class PhasePlan:
     memory: of the device.
     flops: counted operations of all devices together; None where not counted.
     bytes_read: a bound from below on what a device must read.
-    pinned: bytes of pages and their gradients in pinned host memory.
+    pinned: bytes of HOST_PARTS in pinned host memory.
     arguments, outputs, aliased: as the compiler sees them; None without one.
     largest_collective: bytes of the largest result of one collective.
     compile_seconds: what compiling took.
@@ -321,7 +324,8 @@ class _Shapes:
       "weights": self.params,
       "optimizer": (self.learner.opt_state, self.learner.step),
       "pages": self.state.pages,
-      "carries": (self.state.carry, self.state.saved_carries),
+      "carries": self.state.carry,
+      "saved_carries": self.state.saved_carries,
       "tokens": (self.prompt, self.responses, self.lengths, self.dscores),
     }
     if phase in ("branch", "reverse"):
@@ -332,10 +336,11 @@ class _Shapes:
     return {part: device_bytes(trees.get(part)) for part in PARTS}
 
   def placed(self, state: PromptState) -> PromptState:
-    """A phase's state, its pages where they are planned to be."""
+    """A phase's state, pages and saved carries where they are planned to be."""
     if self.config.pages == "device":
       return state
-    return state.replace(pages=to_host(state.pages))
+    pages, saved = to_host((state.pages, state.saved_carries))
+    return state.replace(pages=pages, saved_carries=saved)
 
   def program(self, phase: str) -> tuple[Callable, tuple, tuple[int, ...]]:
     """A phase as (function, its arguments, which of them are given up)."""
@@ -491,7 +496,7 @@ def plan(
   for phase in phases:
     parts = held = shapes.held(phase)
     if config.pages == "host":
-      parts = parts | dict.fromkeys(PAGE_PARTS, 0)
+      parts = parts | dict.fromkeys(HOST_PARTS, 0)
     row = PhasePlan(
       name=phase,
       parts=parts,

@@ -243,6 +243,58 @@ def _grown_on_host(buffer: Array, size: int) -> Array:
   return lax.fori_loop(0, buffer.shape[0], copy, grown)
 
 
+def grow_saved(saved: Tree, chunks: int, striping: Striping | None) -> Tree:
+  """Saved carries [chunks, L, ...] with room for so many chunks."""
+  if not on_host(saved):
+    return tree_grown(saved, 0, chunks)
+
+  def grow(saved):
+    room = lambda x: host_zeros((chunks, *x.shape[1:]), x.dtype)
+    copy = lambda i, grown: _put_carry(grown, i, _take_carry(saved, i))
+    number = jax.tree.leaves(saved)[0].shape[0]
+    return lax.fori_loop(0, number, copy, jax.tree.map(room, saved))
+
+  specs = carry_specs(saved, lead=2)
+  return on_owners(striping, grow, (specs,), specs)(saved)
+
+
+def _take_carry(saved: Tree, index) -> Tree:
+  take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)
+  carry = jax.tree.map(take, saved)
+  return to_device(carry) if on_host(saved) else carry
+
+
+def _put_carry(saved: Tree, index, carry: Tree) -> Tree:
+  put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0)
+  return jax.tree.map(put, saved, put_beside(carry, saved))
+
+
+def saved_carry(saved: Tree, index, striping: Striping | None = None) -> Tree:
+  """A chunk's entry carry, on the device, of those saved [chunks, L, ...].
+
+  As with rows, what is in host memory is read and written by its owners.
+  """
+  if not on_host(saved):
+    return _take_carry(saved, index)
+  one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+  carry = carry_specs(jax.tree.map(one, saved))
+  specs = (carry_specs(saved, lead=2), WHOLE)
+  return on_owners(striping, _take_carry, specs, carry)(saved, index)
+
+
+def save_carry(
+  saved: Tree, index, carry: Tree, striping: Striping | None = None
+) -> Tree:
+  """Writes a chunk's entry carry among the saved ones."""
+  if not on_host(saved):
+    return _put_carry(saved, index, carry)
+  specs = carry_specs(saved, lead=2)
+  call = on_owners(
+    striping, _put_carry, (specs, WHOLE, carry_specs(carry)), specs
+  )
+  return call(saved, index, carry)
+
+
 def fill_rows(rows: Tree, known: Tree) -> Tree:
   """`rows` with the leaves that `known` has, in the dtypes of `rows`."""
   return {
@@ -279,17 +331,3 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
   leaves, _ = jax.tree.flatten_with_path(tree)
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
   return {name(path): leaf for path, leaf in leaves}
-
-
-def tree_at(tree: Tree, index: Any) -> Tree:
-  """Entry `index` of the leading axis of every leaf."""
-  return jax.tree.map(
-    lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree
-  )
-
-
-def tree_set(tree: Tree, index: Any, value: Tree) -> Tree:
-  """Writes entry `index` of the leading axis of every leaf."""
-  return jax.tree.map(
-    lambda x, v: lax.dynamic_update_index_in_dim(x, v, index, 0), tree, value
-  )

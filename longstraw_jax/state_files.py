@@ -34,6 +34,7 @@ from longstraw_jax.ops.pages import (
   row_specs,
   to_host,
 )
+from longstraw_jax.sharding import carry_specs
 from longstraw_jax.state import PromptState, named_leaves, tree_zeros
 from longstraw_jax.weights.safetensors_files import (
   SafetensorsSource,
@@ -42,7 +43,8 @@ from longstraw_jax.weights.safetensors_files import (
 from longstraw_jax.weights.source import TensorInfo
 
 FORMAT = "longstraw_jax state 1"
-PAGES = "pages."  # what the names of stored rows begin with
+# What the names of stored rows and of chunks' entry carries begin with.
+PAGES, SAVED = "pages.", "saved_carries."
 STAMP = {
   "grad_scope": str,
   "chunk_size": int,
@@ -165,14 +167,15 @@ def _dealt(
   striping: Striping | None, name: str, x: np.ndarray, host: bool
 ) -> Array:
   """The inverse of _collected, on the current mesh's devices or their host."""
-  host = host and name.startswith(PAGES)
+  rows = name.startswith(PAGES)
+  host = host and (rows or name.startswith(SAVED))
   # Copies, as the file may change.
-  if striping is None or not name.startswith(PAGES):
+  if striping is None or not (rows or host):
     return to_host(x.copy()) if host else jnp.array(x)
-  kind = "pinned_host" if host else None
-  mesh = jax.sharding.get_mesh()
-  where = NamedSharding(mesh, row_specs(x), memory_kind=kind)
-  return jax.device_put(striping.deal(x.copy()), where)
+  specs = row_specs(x) if rows else carry_specs(x, lead=2)
+  x = striping.deal(x.copy()) if rows else x.copy()
+  mesh, kind = jax.sharding.get_mesh(), "pinned_host" if host else None
+  return jax.device_put(x, NamedSharding(mesh, specs, memory_kind=kind))
 
 
 def weight_digests(params: Params, grad_scope: str) -> dict[str, str]:

@@ -41,8 +41,8 @@ from longstraw_jax.state import (
   fill_rows,
   fill_up_rows,
   read_rows,
-  tree_at,
-  tree_set,
+  save_carry,
+  saved_carry,
   tree_zeros,
   write_layer_rows,
   write_rows,
@@ -64,7 +64,8 @@ class Job:
     choices: recorded choices to follow, stage -> layer -> name ->
       [*M, L, S, A]; None chooses afresh.
     batched: whether there is a member axis.
-    pages: where the sequence's own rows are kept, "device" or "host".
+    pages: where the sequence's own rows and saved carries are kept, "device"
+      or "host".
   """
 
   tokens: Int[Array, "*M S"]
@@ -248,7 +249,7 @@ def _nothing_walked(model: Model, carry: Tree, job: Job, save_carries) -> Begun:
   shapes, _ = model.state_shapes(job.tokens.shape[-1])
   zeros = host_zeros if job.pages == "host" else jnp.zeros
   lead = lambda x: zeros((*job.member_shape, *x.shape), x.dtype)
-  each = lambda x: jnp.zeros((job.blocks, *x.shape), x.dtype)
+  each = lambda x: zeros((job.blocks, *x.shape), x.dtype)
   rows = jax.tree.map(lead, shapes)
   if job.striping is not None:
     rows = jax.tree.map(
@@ -260,12 +261,13 @@ def _nothing_walked(model: Model, carry: Tree, job: Job, save_carries) -> Begun:
   return Begun(length=jnp.int32(0), rows=rows, saved_carries=saved)
 
 
-def _save_entry(saved: Tree, index, carry: Tree, entered) -> Tree:
+def _save_entry(saved: Tree, index, carry: Tree, entered, striping) -> Tree:
   """Saves block `index`'s entry carry, unless an earlier walk entered it."""
   if entered is not None:
     keep = lambda old, new: jnp.where(entered, old, new)
-    carry = jax.tree.map(keep, tree_at(saved, index), carry)
-  return tree_set(saved, index, carry)
+    known = saved_carry(saved, index, striping)
+    carry = jax.tree.map(keep, known, carry)
+  return save_carry(saved, index, carry, striping)
 
 
 def walk_forward(
@@ -308,7 +310,7 @@ def walk_forward(
     own = _own_pages(job, walked.rows, None, offset)
     saved = walked.saved_carries
     if save_carries:
-      saved = _save_entry(saved, index, walked.carry, entered)
+      saved = _save_entry(saved, index, walked.carry, entered, job.striping)
     write = None
     if own is not None and on_host(own.rows):
       filled = None if begun is None else offset - border
@@ -429,7 +431,7 @@ def walk_backward(
       tree = params.replace(trainable=trainable)
       return _block(model, job, offset, tree, carry, pages, tapped)[:3]
 
-    entry = tree_at(saved_carries, index)
+    entry = saved_carry(saved_carries, index, job.striping)
     own_taps = own if job.blocks > 1 else None
     (outputs, _, _), pull_back = jax.vjp(
       call, params.trainable, entry, gradients.priors, own_taps
