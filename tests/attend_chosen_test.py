@@ -1,8 +1,6 @@
 """Attention to chosen rows of a segment, against dense attention by a mask."""
 
 import functools
-import math
-import re
 
 from absl.testing import absltest, parameterized
 import jax
@@ -176,39 +174,6 @@ class AttendChosenTest(parameterized.TestCase):
     wanted, (wanted_dq, wanted_down, drows) = run_plain(q, own, rows)
     assert_close((o, dq, down), (wanted, wanted_dq, wanted_down))
     assert_close(total["x"], used + drows)
-
-  def test_what_moves_between_devices(self):
-    """Maxima, outputs and the cotangent of queries: no row of a page."""
-    tokens, heads, width, room, shards = 16, 3, 6, 1024, 8
-    mesh = make_mesh(shards)
-    striping = Striping(chunk=64, shards=shards)
-
-    def gradient(q, keys, rows, tap):
-      def call(q, tap):
-        return chosen(q, keys, rows, tap, striping)
-
-      out, pull_back = jax.vjp(call, q, {"x": tap})
-      return pull_back((out[0], {"x": tap}))
-
-    pages = jax.NamedSharding(mesh, jax.P(None, "context", None))
-    row = jax.ShapeDtypeStruct((L, room, width), jnp.float32, sharding=pages)
-    q = jax.ShapeDtypeStruct((tokens, heads, width), jnp.float32)
-    keys = jax.ShapeDtypeStruct((tokens, CHOSEN), jnp.int32)
-    with jax.set_mesh(mesh):
-      step = jax.jit(gradient, donate_argnums=3).lower(q, keys, row, row)
-    text = step.compile().as_text()
-    sizes = lambda name: sorted(
-      math.prod(map(int, dims.split(",")))
-      for dims in re.findall(rf"= \w+\[([\d,]+)\]\S* {name}\(", text)
-    )
-    share = tokens // shards * heads
-    self.assertEqual(sizes("all-reduce"), [tokens * heads])
-    self.assertEqual(sizes("reduce-scatter"), [share * (V + 1), share * width])
-    # Every owner gets all queries' do, lse and delta.
-    for size in sizes("all-gather"):
-      self.assertLessEqual(size, tokens * heads * V)
-    for name in ("all-to-all", "collective-permute"):
-      self.assertNotIn(f" {name}", text)
 
 
 if __name__ == "__main__":

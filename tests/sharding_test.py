@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import math
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from unittest import mock
@@ -18,8 +16,6 @@ import pytest
 
 from longstraw_jax import (
   Model,
-  Segment,
-  attend,
   capture,
   group_gradient,
   make_mesh,
@@ -225,45 +221,6 @@ class MeshTest(parameterized.TestCase):
           whole[..., first : first + filled, :],
           atol=1e-12,
         )
-
-
-class CollectivesTest(absltest.TestCase):
-  def test_attention_moves_queries_and_outputs_only(self):
-    """Three all-reduces forward and backward, of the sizes attend states."""
-    tokens, heads, kv_heads, width, room = 16, 4, 2, 8, 1024
-    mesh = make_mesh(8)
-
-    def gradient(q, rows, tap):
-      def call(q, tap):
-        segment = Segment(
-          rows=rows,
-          tap=tap,
-          layer=jnp.int32(0),
-          length=jnp.int32(1000),
-          start=jnp.int32(0),
-          striping=Striping(chunk=64, shards=8),
-        )
-        return attend(q, segment, 32)
-
-      out, pull_back = jax.vjp(call, q, tap)
-      return pull_back((out[0], tap))
-
-    pages = jax.NamedSharding(mesh, jax.P(None, None, "context", None))
-    shape = (2, kv_heads, room, width)
-    row = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=pages)
-    q = jax.ShapeDtypeStruct((tokens, heads, width), jnp.float32)
-    rows = {"k": row, "v": row}
-    with jax.set_mesh(mesh):
-      step = jax.jit(gradient, donate_argnums=2).lower(q, rows, rows)
-    text = step.compile().as_text()
-    moved = re.findall(r"= f32\[([\d,]+)\]\S* all-reduce\(", text)
-    sizes = sorted(math.prod(map(int, dims.split(","))) for dims in moved)
-    per_query = tokens * heads
-    self.assertEqual(
-      sizes, [per_query, per_query * width, per_query * (width + 1)]
-    )
-    for name in "all-gather all-to-all reduce-scatter permute".split():
-      self.assertNotIn(f" {name}", text)
 
 
 @pytest.mark.slow

@@ -22,13 +22,14 @@ from longstraw_jax.ops.pages.segment import (
   read_slots,
 )
 from longstraw_jax.ops.pages.striping import (
-  max_owners,
+  join_owners,
   member_specs,
   members_divide,
   on_owners,
   row_specs,
   sum_members,
-  sum_owners,
+  sum_to_tokens,
+  token_specs,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
 from longstraw_jax.sharding import WHOLE
@@ -52,7 +53,8 @@ def _join_heads(x, tokens: int):
 def _attend_forward(size, q_TNH, rows, place):
   specs = (WHOLE, row_specs(rows), WHOLE)
   call = functools.partial(_attend_part, size)
-  return on_owners(place.striping, call, specs, WHOLE)(q_TNH, rows, place)
+  dealt = token_specs(q_TNH.shape[0])
+  return on_owners(place.striping, call, specs, dealt)(q_TNH, rows, place)
 
 
 def _attend_part(size, q_TNH, rows, place):
@@ -82,13 +84,10 @@ def _attend_part(size, q_TNH, rows, place):
     jnp.zeros(shape, wide),
   )
   o, top, total = lax.fori_loop(0, block_trips(place, size), body, carry)
+  o, top, total = (_join_heads(x, tokens) for x in (o, top, total))
   if place.striping is not None:
-    highest = max_owners(top)
-    part = jnp.concatenate([o, total[..., None]], axis=-1)
-    part = sum_owners(part * jnp.exp(top - highest)[..., None])
-    o, top, total = part[..., :-1], highest, part[..., -1]
-  o, lse = normalise(o, top, total)
-  return _join_heads(o, tokens), _join_heads(lse, tokens)
+    o, top, total = join_owners(o, top, total)
+  return normalise(o, top, total)
 
 
 def _attend_backward(size, folded, saved, cotangents, rows, place, tap):
@@ -97,13 +96,12 @@ def _attend_backward(size, folded, saved, cotangents, rows, place, tap):
   # Before owners get all queries: the wide o and do stay where they are.
   delta_TN = (do_TNH * o_TNH).sum(-1) - dlse_TN
   queries = (q_TNH, do_TNH.astype(q_TNH.dtype), lse_TN, delta_TN)
-  tokens = member_specs(folded)
   call = functools.partial(_attend_backward_part, size, folded)
   return on_owners(
     place.striping,
     call,
-    (tokens, row_specs(rows), WHOLE, row_specs(tap)),
-    (tokens, row_specs(tap)),
+    (member_specs(folded), row_specs(rows), WHOLE, row_specs(tap)),
+    (token_specs(q_TNH.shape[0], folded), row_specs(tap)),
   )(queries, rows, place, tap)
 
 
@@ -141,9 +139,10 @@ def _attend_backward_part(size, folded, queries, rows, place, tap):
 
   carry = (jnp.zeros(q.shape, widen(q).dtype), tap)
   dq, tap = lax.fori_loop(0, block_trips(place, size), body, carry)
+  dq = _join_heads(dq, tokens)
   if place.striping is not None:
-    dq = sum_owners(dq)
-  return _join_heads(dq, tokens).astype(q_TNH.dtype), tap
+    dq = sum_to_tokens(dq)
+  return dq.astype(q_TNH.dtype), tap
 
 
 @functools.cache
@@ -211,9 +210,11 @@ def attend(
   are visible, so the segment must lie before the queries.
 
   Where devices share the rows, these stay where they are: every device attends
-  to its own and three all-reduces join the parts, of T N maxima and of
-  T N (Hv + 1) outputs with their normalisers forward, of T N H cotangents of
-  the queries backward, all in float32 or wider.
+  to its own. An all-reduce of T N maxima and a reduce-scatter of T N (Hv + 1)
+  outputs with their normalisers join the parts forward, a reduce-scatter of
+  T N H cotangents of the queries backward, all in float32 or wider: each device
+  then has its share of the tokens. Where the devices do not divide T, they are
+  all-reduces.
 
   Args:
     q_TNH: queries, unscaled; N is a multiple of the K key/value heads.

@@ -23,7 +23,7 @@ from longstraw_jax.ops.pages.segment import (
 )
 from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import (
-  max_owners,
+  join_owners,
   on_owners,
   row_specs,
   sum_owners,
@@ -84,40 +84,39 @@ def _scores(q_QNH, rows_QBH, slots_QB):
 
 def _forward(sizes: _Sizes, q_TNH, keys_TA, rows, place):
   call = functools.partial(_forward_part, sizes)
-  tokens = token_specs(q_TNH.shape[0])
+  dealt = token_specs(q_TNH.shape[0])
   if place.striping is not None:
     specs = (WHOLE, WHOLE, row_specs(rows), WHOLE)
-    call = on_owners(place.striping, call, specs, (tokens, WHOLE))
+    call = on_owners(place.striping, call, specs, dealt)
   elif num_shards("tokens") > 1:
-    specs = (tokens, tokens, WHOLE, WHOLE)
-    call = per_device(call, specs, (tokens, tokens))
-  part, top_TN = call(q_TNH, keys_TA, rows, place)
-  return normalise(part[..., :-1], top_TN, part[..., -1])
+    call = per_device(call, (dealt, dealt, WHOLE, WHOLE), dealt)
+  return call(q_TNH, keys_TA, rows, place)
 
 
 def _forward_part(sizes: _Sizes, q_TNH, keys_TA, rows, place):
-  """Unnormalised outputs beside their normalisers, and the highest scores."""
+  """All of the rows, or an owner's part of them and what the others add."""
 
   def block(inputs):
     q, keys = inputs
     slots, trips = _held_slots(sizes, place, keys)
 
     def body(index, carry):
-      part, top = carry
+      o, top, total = carry
       row, at = _read_piece(sizes, place, rows, slots, index)
       scores, held = _scores(q, row, at)
       new_top = jnp.maximum(top, scores.max(-1))
       weights = jnp.where(held, jnp.exp(scores - new_top[..., None]), 0.0)
+      shrink = jnp.exp(top - new_top)
       narrow = weights.astype(row.dtype)
       value = row[..., : sizes.value_dim]
-      new = wide_einsum("qnb,qbh->qnh", narrow, value)
-      new = jnp.concatenate([new, weights.sum(-1, keepdims=True)], axis=-1)
-      return part * jnp.exp(top - new_top)[..., None] + new, new_top
+      o = o * shrink[..., None] + wide_einsum("qnb,qbh->qnh", narrow, value)
+      return o, new_top, total * shrink + weights.sum(-1)
 
     wide, shape = widen(q).dtype, q.shape[:2]
     carry = (
-      jnp.zeros((*shape, sizes.value_dim + 1), wide),
+      jnp.zeros((*shape, sizes.value_dim), wide),
       jnp.full(shape, EMPTY_LSE, wide),
+      jnp.zeros(shape, wide),
     )
     return lax.fori_loop(0, trips, body, carry)
 
@@ -126,12 +125,10 @@ def _forward_part(sizes: _Sizes, q_TNH, keys_TA, rows, place):
     _query_blocks(keys_TA, sizes.queries, -1),
   )
   flat = lambda x: x.reshape(-1, *x.shape[2:])[: q_TNH.shape[0]]
-  part, top = jax.tree.map(flat, lax.map(block, blocks))
+  o, top, total = map(flat, lax.map(block, blocks))
   if place.striping is not None:
-    highest = max_owners(top)
-    part = part * jnp.exp(top - highest)[..., None]
-    part, top = sum_to_tokens(part), highest
-  return part, top
+    o, top, total = join_owners(o, top, total)
+  return normalise(o, top, total)
 
 
 def _backward(sizes: _Sizes, saved, cotangents, rows, place, tap):

@@ -124,22 +124,54 @@ def sum_owners(tree: Tree) -> Tree:
   return lax.psum(tree, _ROWS)
 
 
-def token_specs(tokens: int) -> PartitionSpec:
-  """Specs of [T, ...] dealt to the devices; whole where they do not divide T.
+def token_specs(tokens: int, folded: bool = False) -> PartitionSpec:
+  """Specs of what sum_to_tokens leaves of [T, ...].
 
-  So is what sum_to_tokens leaves.
+  Args:
+    tokens: T, of all members together.
+    folded: whether they are those of members dealt to the devices.
   """
-  return WHOLE if tokens % num_shards("tokens") else spec("tokens")
+  members = num_shards("members") if folded else 1
+  axes = [MESH_AXES["members"]] if folded else []
+  if tokens // members % num_shards("tokens") == 0:
+    axes.append(MESH_AXES["tokens"])
+  return PartitionSpec(tuple(axes)) if axes else WHOLE
+
+
+def _share_of_tokens(x: Array) -> Array:
+  """This device's share of [T, ...], of what all have; inside on_owners."""
+  share, rest = divmod(x.shape[0], lax.axis_size(_ROWS))
+  if rest:
+    return x
+  first = lax.axis_index(_ROWS) * share
+  return lax.dynamic_slice_in_dim(x, first, share)
 
 
 def sum_to_tokens(x: Array) -> Array:
   """sum_owners, after which each has its share of the tokens [T, ...].
 
-  All of them where the owners do not divide T.
+  All of them where the owners do not divide T. Inside on_owners.
   """
   if x.shape[0] % lax.axis_size(_ROWS):
     return sum_owners(x)
   return lax.psum_scatter(x, _ROWS, scatter_dimension=0, tiled=True)
+
+
+def join_owners(o: Array, top: Array, total: Array):
+  """Owners' parts of a softmax, each then with its share of the tokens.
+
+  Args:
+    o: values weighted by exp(score - top), [T, ..., H].
+    top: the highest score, [T, ...].
+    total: the sum of the weights, [T, ...].
+
+  Returns:
+    The same of all rows; inside on_owners.
+  """
+  highest = max_owners(top)
+  part = jnp.concatenate([o, total[..., None]], axis=-1)
+  part = sum_to_tokens(part * jnp.exp(top - highest)[..., None])
+  return part[..., :-1], _share_of_tokens(highest), part[..., -1]
 
 
 def max_owners(x: Array) -> Array:
