@@ -22,7 +22,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax.ops.pages import Segment, on_owners, row_specs
 from longstraw_jax.ops.pages.segment import Place, block_trips, read_slots
-from longstraw_jax.ops.pages.striping import gather_owners
+from longstraw_jax.ops.pages.striping import (
+  gather_queries,
+  lists_by_query,
+  num_owners,
+  share_of_tokens,
+)
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
 from longstraw_jax.sharding import WHOLE
 
@@ -65,6 +70,20 @@ def best_of_all(best, others):
   scores, positions = lax.sort(order, dimension=1, num_keys=2)
   number = best[0].shape[1]
   return -scores[:, :number], positions[:, :number]
+
+
+def best_of_owners(best, part):
+  """The best of what all have and of lists that owners made, on all of them.
+
+  Each owner gets the lists of its share of the queries, Q n A values in all,
+  and what it finds goes to the others; inside on_owners.
+  """
+  queries = best[0].shape[0]
+  even = queries + -queries % num_owners()
+  even_up = lambda tree: jax.tree.map(lambda x: _padded(x, even), tree)
+  own = jax.tree.map(share_of_tokens, even_up(best))
+  merged = best_of_all(own, lists_by_query(even_up(part)))
+  return jax.tree.map(lambda x: x[:queries], gather_queries(merged))
 
 
 def _padded(x: Array, size: int) -> Array:
@@ -137,7 +156,7 @@ def select_keys(
       if place.striping is None:
         return lax.fori_loop(0, trips, body, best)
       part = lax.fori_loop(0, trips, body, nothing)
-      return best_of_all(best, gather_owners(part))
+      return best_of_owners(best, part)
 
     def take_own(index, best):
       slots = index * key_tile + jnp.arange(key_tile, dtype=jnp.int32)

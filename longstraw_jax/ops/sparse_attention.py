@@ -1,14 +1,12 @@
 """Attention of every query to the few keys that were selected for it."""
 
-import functools
-
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.ops.pages import (
   Segment,
   attend_chosen,
+  attend_chosen_own,
   merge,
-  open_rows,
 )
 
 
@@ -42,16 +40,11 @@ def sparse_attention(
   Returns:
     Outputs in float32 or wider, and the tap of every segment as handed on.
   """
-  read = functools.partial(
-    attend_chosen, name=name, value_dim=value_dim, query_block=query_block
-  )
+  sizes = {"value_dim": value_dim, "query_block": query_block}
   parts, taps = [], []
   for segment in segments:
-    part, tap = read(q_TNH, keys_TA, segment)
+    part, tap = attend_chosen(q_TNH, keys_TA, segment, name=name, **sizes)
     parts.append(part)
     taps.append(tap)
-
-  start = positions_T[0]
-  own = open_rows({name: rows_TH}, length=rows_TH.shape[0], start=start)
-  parts.append(read(q_TNH, keys_TA, own)[0])
-  return merge(parts), tuple(taps)
+  own = attend_chosen_own(q_TNH, keys_TA, rows_TH, positions_T[0], **sizes)
+  return merge([*parts, own]), tuple(taps)

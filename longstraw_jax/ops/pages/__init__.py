@@ -22,7 +22,10 @@ buffer: the backward passes sum over the members before they add.
 
 from longstraw_jax.ops.pages.attend import attend
 from longstraw_jax.ops.pages.attend_blocks import Part, attend_blocks
-from longstraw_jax.ops.pages.attend_chosen import attend_chosen
+from longstraw_jax.ops.pages.attend_chosen import (
+  attend_chosen,
+  attend_chosen_own,
+)
 from longstraw_jax.ops.pages.memory import (
   PLACES,
   check_place,
@@ -69,6 +72,7 @@ __all__ = [
   "attend",
   "attend_blocks",
   "attend_chosen",
+  "attend_chosen_own",
   "check_place",
   "gather_rows",
   "host_zeros",

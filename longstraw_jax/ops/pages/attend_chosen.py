@@ -40,9 +40,8 @@ _PIECES = 8
 
 
 class _Sizes(NamedTuple):
-  """Static: name of the rows, width of a value, queries and keys at once."""
+  """Static: width of a value, queries and keys at once."""
 
-  name: str
   value_dim: int
   queries: int
   keys: int
@@ -251,16 +250,41 @@ def _attend_fwd(sizes: _Sizes, q_TNH, keys_TA, rows, place, tap):
 def _attend_bwd(sizes: _Sizes, residuals, cotangents):
   *saved, rows, place = residuals
   (do, dlse), dtap = cotangents
-  part = None if dtap is None else dtap[sizes.name]
-  dq, part = _backward_members(sizes)(
-    tuple(saved), (do, dlse), rows, place, part
+  dq, dtap = _backward_members(sizes)(
+    tuple(saved), (do, dlse), rows, place, dtap
   )
-  if dtap is not None:
-    dtap = dtap | {sizes.name: part}
   return dq, None, None, None, dtap
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_own(sizes: _Sizes, q_TNH, keys_TA, rows, place):
+  return _forward(sizes, q_TNH, keys_TA, rows, place)
+
+
+def _attend_own_fwd(sizes: _Sizes, q_TNH, keys_TA, rows, place):
+  (out, _), residuals = _attend_fwd(sizes, q_TNH, keys_TA, rows, place, None)
+  return out, residuals
+
+
+def _attend_own_bwd(sizes: _Sizes, residuals, cotangents):
+  *saved, rows, place = residuals
+  zeros = jnp.zeros(rows.shape, widen(rows).dtype)
+  dq, drows = _backward(sizes, saved, cotangents, rows, place, zeros)
+  return dq, None, drows.astype(rows.dtype), None
+
+
+_attend_own.defvjp(_attend_own_fwd, _attend_own_bwd)
+
+
+def _sizes_of(q_TNH, keys_TA, value_dim: int, query_block: int, shards: int):
+  return _Sizes(
+    value_dim=value_dim,
+    queries=min(query_block, q_TNH.shape[0]),
+    keys=-(-keys_TA.shape[1] // max(_PIECES, shards)),
+  )
 
 
 def attend_chosen(
@@ -280,10 +304,7 @@ def attend_chosen(
   lie in several segments, each of which gives its part of the softmax.
 
   Where devices share the rows, these stay where they are: every device attends
-  to those it holds. One all-reduce of T N maxima and one reduce-scatter of
-  T N (Hv + 1) outputs with their normalisers join the parts; backward there is
-  one reduce-scatter of T N H cotangents of the queries, all in float32 or
-  wider. They are all-reduces where the devices do not divide T.
+  to those it holds. What moves between the devices is what attend states.
 
   Args:
     q_TNH: queries, scaled.
@@ -299,12 +320,32 @@ def attend_chosen(
     lse = EMPTY_LSE where the segment holds no key of a query; and the tap as
     handed on.
   """
-  pieces = max(_PIECES, segment.shards)
-  sizes = _Sizes(
-    name=name,
-    value_dim=value_dim,
-    queries=min(query_block, q_TNH.shape[0]),
-    keys=-(-keys_TA.shape[1] // pieces),
+  sizes = _sizes_of(q_TNH, keys_TA, value_dim, query_block, segment.shards)
+  # A constant under jax.jit has no `at`.
+  rows = jax.tree.map(jnp.asarray, segment.rows[name])
+  tap = None if segment.tap is None else segment.tap[name]
+  out, tap = _attend(sizes, q_TNH, keys_TA, rows, Place.of(segment), tap)
+  return out, tap if segment.tap is None else segment.tap | {name: tap}
+
+
+def attend_chosen_own(
+  q_TNH: Float[Array, "T N H"],
+  keys_TA: Int[Array, "T A"],
+  rows_TH: Float[Array, "T H"],
+  start: Int[Array, ""],
+  *,
+  value_dim: int,
+  query_block: int,
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+  """attend_chosen to rows of the call itself, at positions from `start` on.
+
+  They are differentiated like any array. On a mesh every device has its share
+  of the queries.
+  """
+  place = Place(
+    layer=jnp.int32(0),
+    length=jnp.int32(rows_TH.shape[0]),
+    start=jnp.asarray(start, jnp.int32),
   )
-  rows, place = segment.rows[name], Place.of(segment)
-  return _attend(sizes, q_TNH, keys_TA, rows, place, segment.tap)
+  sizes = _sizes_of(q_TNH, keys_TA, value_dim, query_block, 1)
+  return _attend_own(sizes, q_TNH, keys_TA, rows_TH[None], place)

@@ -9,6 +9,7 @@ of positions, which is not the order of the whole array.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 
 import jax
 from jax import lax
@@ -119,6 +120,11 @@ def member_specs(folded: bool) -> PartitionSpec:
   return spec("members") if folded else WHOLE
 
 
+def num_owners() -> int:
+  """How many there are; inside on_owners."""
+  return lax.axis_size(_ROWS)
+
+
 def sum_owners(tree: Tree) -> Tree:
   """Sums what the owners computed; inside on_owners."""
   return lax.psum(tree, _ROWS)
@@ -138,9 +144,12 @@ def token_specs(tokens: int, folded: bool = False) -> PartitionSpec:
   return PartitionSpec(tuple(axes)) if axes else WHOLE
 
 
-def _share_of_tokens(x: Array) -> Array:
-  """This device's share of [T, ...], of what all have; inside on_owners."""
-  share, rest = divmod(x.shape[0], lax.axis_size(_ROWS))
+def share_of_tokens(x: Array) -> Array:
+  """This owner's share of [T, ...] that all have; inside on_owners.
+
+  All of it where the owners do not divide T.
+  """
+  share, rest = divmod(x.shape[0], num_owners())
   if rest:
     return x
   first = lax.axis_index(_ROWS) * share
@@ -152,7 +161,7 @@ def sum_to_tokens(x: Array) -> Array:
 
   All of them where the owners do not divide T. Inside on_owners.
   """
-  if x.shape[0] % lax.axis_size(_ROWS):
+  if x.shape[0] % num_owners():
     return sum_owners(x)
   return lax.psum_scatter(x, _ROWS, scatter_dimension=0, tiled=True)
 
@@ -171,7 +180,7 @@ def join_owners(o: Array, top: Array, total: Array):
   highest = max_owners(top)
   part = jnp.concatenate([o, total[..., None]], axis=-1)
   part = sum_to_tokens(part * jnp.exp(top - highest)[..., None])
-  return part[..., :-1], _share_of_tokens(highest), part[..., -1]
+  return part[..., :-1], share_of_tokens(highest), part[..., -1]
 
 
 def max_owners(x: Array) -> Array:
@@ -179,9 +188,20 @@ def max_owners(x: Array) -> Array:
   return lax.pmax(x, _ROWS)
 
 
-def gather_owners(tree: Tree) -> Tree:
-  """Lists [Q, A] of all owners side by side, [Q, n A]; inside on_owners."""
-  return lax.all_gather(tree, _ROWS, axis=1, tiled=True)
+def lists_by_query(tree: Tree) -> Tree:
+  """Lists [Q, A] of owners, for each its share of the queries: [Q / n, n A].
+
+  Q is a multiple of the n owners; inside on_owners.
+  """
+  send = functools.partial(
+    lax.all_to_all, axis_name=_ROWS, split_axis=0, concat_axis=1, tiled=True
+  )
+  return jax.tree.map(send, tree)
+
+
+def gather_queries(tree: Tree) -> Tree:
+  """[Q / n, A] of owners' queries as [Q, A] of all; inside on_owners."""
+  return lax.all_gather(tree, _ROWS, axis=0, tiled=True)
 
 
 def sum_members(tree: Tree) -> Tree:
