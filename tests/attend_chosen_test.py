@@ -137,6 +137,23 @@ class AttendChosenTest(parameterized.TestCase):
       wanted_total = wanted_total + drows
     assert_close(collect(total["x"]), wanted_total)
 
+  def test_one_call_pulled_back_for_a_batch_of_cotangents(self):
+    """As jax.jacrev does: nothing is shared, unlike by members."""
+    q, rows, used, _ = arrays()
+    each = [arrays(seed)[3] for seed in range(2)]
+
+    @jax.jit
+    def run(q, rows, tap):
+      call = lambda q, tap: chosen(q, KEYS, rows, tap)
+      pull_back = jax.vjp(call, q, tap)[1]
+      batch = jax.tree.map(lambda *x: jnp.stack(x), *each)
+      return jax.vmap(lambda c: pull_back((c, tap)))(batch)
+
+    dq, total = run(q, rows, {"x": used})
+    for i, cotangents in enumerate(each):
+      _, (wanted, drows) = dense_gradients(q, KEYS, rows, cotangents)
+      assert_close((dq[i], total["x"][i]), (wanted, used + drows))
+
   def test_sparse_attention_joins_own_rows_and_segments(self):
     """Keys of one query lie in pages and in the call; both get gradients."""
     q, rows, used, (do, _) = arrays()

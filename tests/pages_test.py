@@ -195,6 +195,32 @@ class PagesTest(parameterized.TestCase):
       self.assertIn(f"[{shape}]", shapes)
       self.assertNotIn(f"[{members},{shape}]", shapes)
 
+  @parameterized.parameters("attend", "attend_blocks", "read_block")
+  def test_one_call_pulled_back_for_a_batch_of_cotangents(self, reader):
+    """As jax.jacrev does: nothing is shared, unlike by members."""
+    q, rows, used, _ = arrays()
+    cotangents = arrays(seed=1, members=(2,))[3]
+
+    def read(q, tap):
+      segment = segment_of(rows, tap, 16)
+      if reader != "read_block":
+        return READERS[reader](q, segment, 8)
+      (block, _, filled), tap = read_block(segment, jnp.int32(0), 16)
+      return softmax_part(q, block, None, filled), tap
+
+    @jax.jit
+    def gradients(q, tap, cotangents):
+      pull_back = jax.vjp(read, q, tap)[1]
+      return jax.vmap(lambda c: pull_back((c, tap)))(cotangents)
+
+    dq, total = gradients(q, used, cotangents)
+    for i in range(2):
+      member = member_of(cotangents, i)
+      wanted, drows = dense_gradients(q, rows, member, 16)
+      self.assert_close(dq[i], wanted)
+      added = jax.tree.map(np.add, used, drows)
+      self.assert_close(member_of(total, i), added)
+
   @parameterized.parameters("attend", "attend_blocks")
   def test_members_with_pages_of_their_own(self, reader):
     members = [arrays(seed) for seed in range(2)]

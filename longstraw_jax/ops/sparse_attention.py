@@ -1,12 +1,14 @@
 """Attention of every query to the few keys that were selected for it."""
 
+import functools
+
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.ops.pages import (
   Segment,
   attend_chosen,
-  attend_chosen_own,
   merge,
+  open_rows,
 )
 
 
@@ -40,11 +42,14 @@ def sparse_attention(
   Returns:
     Outputs in float32 or wider, and the tap of every segment as handed on.
   """
-  sizes = {"value_dim": value_dim, "query_block": query_block}
+  read = functools.partial(
+    attend_chosen, name=name, value_dim=value_dim, query_block=query_block
+  )
   parts, taps = [], []
   for segment in segments:
-    part, tap = attend_chosen(q_TNH, keys_TA, segment, name=name, **sizes)
+    part, tap = read(q_TNH, keys_TA, segment)
     parts.append(part)
     taps.append(tap)
-  own = attend_chosen_own(q_TNH, keys_TA, rows_TH, positions_T[0], **sizes)
+  length, start = rows_TH.shape[0], positions_T[0]
+  own, _ = read(q_TNH, keys_TA, open_rows({name: rows_TH}, length, start))
   return merge([*parts, own]), tuple(taps)

@@ -22,10 +22,7 @@ buffer: the backward passes sum over the members before they add.
 
 from longstraw_jax.ops.pages.attend import attend
 from longstraw_jax.ops.pages.attend_blocks import Part, attend_blocks
-from longstraw_jax.ops.pages.attend_chosen import (
-  attend_chosen,
-  attend_chosen_own,
-)
+from longstraw_jax.ops.pages.attend_chosen import attend_chosen
 from longstraw_jax.ops.pages.memory import (
   PLACES,
   check_place,
@@ -72,7 +69,6 @@ __all__ = [
   "attend",
   "attend_blocks",
   "attend_chosen",
-  "attend_chosen_own",
   "check_place",
   "gather_rows",
   "host_zeros",

@@ -16,7 +16,7 @@ from longstraw_jax.ops.pages.segment import (
   Place,
   Segment,
   add_block,
-  any_batched,
+  adds_apart,
   block_trips,
   give_member_axis,
   read_slots,
@@ -149,11 +149,12 @@ def _blocks_backward_members(part: Part, size: int, folded: bool = False):
 
   @backward.def_vmap
   def rule(axis_size, batched, saved, cotangents, rows, place, tap):
+    apart = adds_apart(batched[0], batched[2:])
     saved, cotangents = give_member_axis(
       axis_size, batched[:2], (saved, cotangents)
     )
     every = lambda tree, value: jax.tree.map(lambda _: value, tree)
-    if any_batched(batched[2:]):
+    if apart:
       pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
       one = functools.partial(_blocks_backward, part, size, False)
       out = jax.vmap(one)(saved, cotangents, *pages)

@@ -18,7 +18,7 @@ from longstraw_jax.ops.pages.segment import (
   Place,
   Segment,
   add_block,
-  any_batched,
+  adds_apart,
   give_member_axis,
 )
 from longstraw_jax.ops.pages.stored import expand
@@ -215,10 +215,11 @@ def _backward_members(sizes: _Sizes):
 
   @backward.def_vmap
   def rule(axis_size, batched, saved, cotangents, rows, place, tap):
+    apart = adds_apart(batched[0], batched[2:])
     saved, cotangents = give_member_axis(
       axis_size, batched[:2], (saved, cotangents)
     )
-    if any_batched(batched[2:]):
+    if apart:
       pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
       one = functools.partial(_backward, sizes)
       dq, tap = jax.vmap(one)(saved, cotangents, *pages)
@@ -259,34 +260,6 @@ def _attend_bwd(sizes: _Sizes, residuals, cotangents):
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_own(sizes: _Sizes, q_TNH, keys_TA, rows, place):
-  return _forward(sizes, q_TNH, keys_TA, rows, place)
-
-
-def _attend_own_fwd(sizes: _Sizes, q_TNH, keys_TA, rows, place):
-  (out, _), residuals = _attend_fwd(sizes, q_TNH, keys_TA, rows, place, None)
-  return out, residuals
-
-
-def _attend_own_bwd(sizes: _Sizes, residuals, cotangents):
-  *saved, rows, place = residuals
-  zeros = jnp.zeros(rows.shape, widen(rows).dtype)
-  dq, drows = _backward(sizes, saved, cotangents, rows, place, zeros)
-  return dq, None, drows.astype(rows.dtype), None
-
-
-_attend_own.defvjp(_attend_own_fwd, _attend_own_bwd)
-
-
-def _sizes_of(q_TNH, keys_TA, value_dim: int, query_block: int, shards: int):
-  return _Sizes(
-    value_dim=value_dim,
-    queries=min(query_block, q_TNH.shape[0]),
-    keys=-(-keys_TA.shape[1] // max(_PIECES, shards)),
-  )
-
-
 def attend_chosen(
   q_TNH: Float[Array, "T N H"],
   keys_TA: Int[Array, "T A"],
@@ -304,7 +277,8 @@ def attend_chosen(
   lie in several segments, each of which gives its part of the softmax.
 
   Where devices share the rows, these stay where they are: every device attends
-  to those it holds. What moves between the devices is what attend states.
+  to those it holds, and what moves is what attend states. Of rows that every
+  device holds, each has its share of the queries.
 
   Args:
     q_TNH: queries, scaled.
@@ -320,32 +294,13 @@ def attend_chosen(
     lse = EMPTY_LSE where the segment holds no key of a query; and the tap as
     handed on.
   """
-  sizes = _sizes_of(q_TNH, keys_TA, value_dim, query_block, segment.shards)
+  sizes = _Sizes(
+    value_dim=value_dim,
+    queries=min(query_block, q_TNH.shape[0]),
+    keys=-(-keys_TA.shape[1] // max(_PIECES, segment.shards)),
+  )
   # A constant under jax.jit has no `at`.
   rows = jax.tree.map(jnp.asarray, segment.rows[name])
   tap = None if segment.tap is None else segment.tap[name]
   out, tap = _attend(sizes, q_TNH, keys_TA, rows, Place.of(segment), tap)
   return out, tap if segment.tap is None else segment.tap | {name: tap}
-
-
-def attend_chosen_own(
-  q_TNH: Float[Array, "T N H"],
-  keys_TA: Int[Array, "T A"],
-  rows_TH: Float[Array, "T H"],
-  start: Int[Array, ""],
-  *,
-  value_dim: int,
-  query_block: int,
-) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
-  """attend_chosen to rows of the call itself, at positions from `start` on.
-
-  They are differentiated like any array. On a mesh every device has its share
-  of the queries.
-  """
-  place = Place(
-    layer=jnp.int32(0),
-    length=jnp.int32(rows_TH.shape[0]),
-    start=jnp.asarray(start, jnp.int32),
-  )
-  sizes = _sizes_of(q_TNH, keys_TA, value_dim, query_block, 1)
-  return _attend_own(sizes, q_TNH, keys_TA, rows_TH[None], place)

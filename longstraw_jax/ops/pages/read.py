@@ -12,7 +12,7 @@ from longstraw_jax.ops.pages.segment import (
   Place,
   Segment,
   add_block,
-  any_batched,
+  adds_apart,
   give_member_axis,
   read_slots,
 )
@@ -31,7 +31,7 @@ def _add_rows(tap, layer, offset, drows):
 
 @_add_rows.def_vmap
 def _add_rows_members(axis_size, batched, tap, layer, offset, drows):
-  if any_batched(batched[0]):
+  if adds_apart(batched[1:3], batched[0]):
     args = give_member_axis(axis_size, batched, (tap, layer, offset, drows))
     tap = jax.vmap(_add_rows.fun)(*args)
     return tap, jax.tree.map(lambda _: True, tap)
@@ -121,7 +121,7 @@ def _scatter_rows(tap, place, positions, drows):
 
 @_scatter_rows.def_vmap
 def _scatter_rows_members(axis_size, batched, tap, place, positions, drows):
-  if any_batched(batched[:2]):
+  if adds_apart(batched[2], batched[:2]):
     args = give_member_axis(axis_size, batched, (tap, place, positions, drows))
     tap = jax.vmap(_scatter_rows.fun)(*args)
     return tap, jax.tree.map(lambda _: True, tap)

@@ -147,9 +147,18 @@ def block_trips(place: Place, size: int) -> Int[Array, ""]:
   return lax.div(filled + (size - 1), jnp.int32(size))
 
 
-def any_batched(tree: Tree) -> bool:
-  """Whether vmap gave any leaf a member axis."""
-  return any(jax.tree.leaves(tree))
+def adds_apart(saved: Tree, pages: Tree) -> bool:
+  """Whether what vmap batches are calls with an accumulator each.
+
+  Members that share pages add into one. Calls on pages of their own do not, and
+  neither does one call pulled back for a batch of cotangents (jax.jacrev).
+
+  Args:
+    saved: of what the forward pass saved, which leaves have the batch axis.
+    pages: the same of pages and accumulator.
+  """
+  batched = lambda tree: any(jax.tree.leaves(tree))
+  return batched(pages) or not batched(saved)
 
 
 def give_member_axis(axis_size: int, batched: list, trees: tuple) -> tuple:
