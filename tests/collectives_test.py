@@ -54,7 +54,7 @@ def moved(text: str, name: str) -> list[int]:
 
 
 class CollectivesTest(absltest.TestCase):
-  def check(self, text, value):
+  def check(self, text, value, keys=0):
     """What the docstrings state; a page's rows of one layer are far more."""
     per_query, share = TOKENS * HEADS, TOKENS * HEADS // DEVICES
     self.assertEqual(moved(text, "all-reduce"), [per_query])
@@ -62,10 +62,10 @@ class CollectivesTest(absltest.TestCase):
       moved(text, "reduce-scatter"),
       sorted([share * (value + 1), share * WIDTH]),
     )
-    # Every owner gets all queries, do, delta and log-sum-exp.
+    # Every owner gets all queries, do, delta, log-sum-exp and lists of keys.
     gathered = moved(text, "all-gather")
-    self.assertLessEqual(max(gathered), per_query * WIDTH)
-    self.assertLessEqual(sum(gathered), per_query * (WIDTH + value + 2))
+    self.assertLessEqual(max(gathered), max(per_query * WIDTH, keys))
+    self.assertLessEqual(sum(gathered), per_query * (WIDTH + value + 2) + keys)
     for name in ("all-to-all", "collective-permute"):
       self.assertNotIn(f" {name}", text)
 
@@ -82,7 +82,7 @@ class CollectivesTest(absltest.TestCase):
     read = functools.partial(
       attend_chosen, name="latent", value_dim=VALUE, query_block=4
     )
-    self.check(compiled(read, shapes, q, keys), VALUE)
+    self.check(compiled(read, shapes, q, keys), VALUE, TOKENS * CHOSEN)
 
 
 if __name__ == "__main__":

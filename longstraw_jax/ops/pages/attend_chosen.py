@@ -23,20 +23,23 @@ from longstraw_jax.ops.pages.segment import (
 )
 from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import (
+  gather_queries,
   join_owners,
+  num_owners,
   on_owners,
   row_specs,
   sum_owners,
   sum_to_tokens,
-  token_specs,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
-from longstraw_jax.sharding import WHOLE, num_shards, per_device
+from longstraw_jax.sharding import WHOLE, num_shards, per_device, spec
 from longstraw_jax.types import Tree
 
 # A query's list of rows is read in at least so many pieces: who holds few of
 # them, as one of several owners does, then reads few pieces.
 _PIECES = 8
+# Queries of all devices that owners of rows have at once.
+_TOGETHER = 512
 
 
 class _Sizes(NamedTuple):
@@ -47,11 +50,26 @@ class _Sizes(NamedTuple):
   keys: int
 
 
-def _query_blocks(x: Array, size: int, fill=0) -> Array:
-  """[T, ...] as [blocks, size, ...], padded."""
-  padding = ((0, -x.shape[0] % size),) + ((0, 0),) * (x.ndim - 1)
-  x = jnp.pad(x, padding, constant_values=fill)
-  return x.reshape(-1, size, *x.shape[1:])
+def _padded(queries: tuple, multiple: int) -> tuple:
+  """(..., keys), [T, ...] each, with queries behind that attend to nothing."""
+
+  def pad(x, fill):
+    padding = ((0, -x.shape[0] % multiple),) + ((0, 0),) * (x.ndim - 1)
+    return jnp.pad(x, padding, constant_values=fill)
+
+  *arrays, keys_TA = queries
+  return (*(pad(x, 0) for x in arrays), pad(keys_TA, -1))
+
+
+def _blocks(queries: tuple, size: int) -> tuple:
+  """(..., keys) as [blocks, size, ...], padded."""
+  split = lambda x: x.reshape(-1, size, *x.shape[1:])
+  return jax.tree.map(split, _padded(queries, size))
+
+
+def _joined(tree: Tree, tokens: int) -> Tree:
+  """[blocks, size, ...] as [tokens, ...]."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], tree)
 
 
 def _held_slots(sizes: _Sizes, place: Place, keys_QA):
@@ -81,22 +99,50 @@ def _scores(q_QNH, rows_QBH, slots_QB):
   return jnp.where(held, scores, EMPTY_LSE), held
 
 
-def _forward(sizes: _Sizes, q_TNH, keys_TA, rows, place):
-  call = functools.partial(_forward_part, sizes)
-  dealt = token_specs(q_TNH.shape[0])
-  if place.striping is not None:
-    specs = (WHOLE, WHOLE, row_specs(rows), WHOLE)
+def _alone(place: Place) -> bool:
+  """Whether there are no other devices to share the work with."""
+  return place.striping is None and num_shards("tokens") == 1
+
+
+def _forward(sizes: _Sizes, queries, rows, place):
+  """Of (q, keys): outputs and log-sum-exp."""
+  if _alone(place):
+    return normalise(*_forward_part(sizes, queries, rows, place))
+  tokens, dealt = queries[0].shape[0], spec("tokens")
+  queries = _padded(queries, num_shards("tokens"))
+  call = functools.partial(_forward_dealt, sizes)
+  if place.striping is None:
+    call = per_device(call, (dealt, WHOLE, WHOLE), dealt)
+  else:
+    specs = (dealt, row_specs(rows), WHOLE)
     call = on_owners(place.striping, call, specs, dealt)
-  elif num_shards("tokens") > 1:
-    call = per_device(call, (dealt, dealt, WHOLE, WHOLE), dealt)
-  return call(q_TNH, keys_TA, rows, place)
+  return jax.tree.map(lambda x: x[:tokens], call(queries, rows, place))
 
 
-def _forward_part(sizes: _Sizes, q_TNH, keys_TA, rows, place):
-  """All of the rows, or an owner's part of them and what the others add."""
+def _forward_dealt(sizes: _Sizes, queries, rows, place):
+  """Of a device's share of the queries; owners of rows work on all of them."""
+  if place.striping is None:
+    return normalise(*_forward_part(sizes, queries, rows, place))
 
-  def block(inputs):
-    q, keys = inputs
+  def together(queries):
+    parts = _forward_part(sizes, gather_queries(queries), rows, place)
+    return join_owners(*parts)
+
+  blocks = _blocks(queries, _share_together(queries))
+  parts = _joined(lax.map(together, blocks), queries[0].shape[0])
+  return normalise(*parts)
+
+
+def _share_together(queries: tuple) -> int:
+  """Queries of its share that a device hands to the owners at once."""
+  return min(-(-_TOGETHER // num_owners()), queries[0].shape[0])
+
+
+def _forward_part(sizes: _Sizes, queries, rows, place):
+  """Sums over the rows at hand: outputs, highest scores and normalisers."""
+
+  def block(queries):
+    q, keys = queries
     slots, trips = _held_slots(sizes, place, keys)
 
     def body(index, carry):
@@ -119,59 +165,67 @@ def _forward_part(sizes: _Sizes, q_TNH, keys_TA, rows, place):
     )
     return lax.fori_loop(0, trips, body, carry)
 
-  blocks = (
-    _query_blocks(q_TNH, sizes.queries),
-    _query_blocks(keys_TA, sizes.queries, -1),
-  )
-  flat = lambda x: x.reshape(-1, *x.shape[2:])[: q_TNH.shape[0]]
-  o, top, total = map(flat, lax.map(block, blocks))
-  if place.striping is not None:
-    o, top, total = join_owners(o, top, total)
-  return normalise(o, top, total)
+  parts = lax.map(block, _blocks(queries, sizes.queries))
+  return _joined(parts, queries[0].shape[0])
 
 
 def _backward(sizes: _Sizes, saved, cotangents, rows, place, tap):
   q_TNH, keys_TA, o_TNH, lse_TN = saved
   do_TNH, dlse_TN = cotangents
-  # Before owners get all queries: the wide o and do stay where they are.
   delta_TN = (do_TNH * o_TNH).sum(-1) - dlse_TN
   queries = (q_TNH, do_TNH.astype(q_TNH.dtype), lse_TN, delta_TN, keys_TA)
-  tokens = token_specs(q_TNH.shape[0])
-  call = functools.partial(_backward_part, sizes)
-  if place.striping is not None:
-    specs = (WHOLE, row_specs(rows), WHOLE, row_specs(tap))
-    call = on_owners(place.striping, call, specs, (tokens, row_specs(tap)))
-  elif num_shards("tokens") > 1:
-    call = functools.partial(_backward_dealt, sizes, tokens)
-  dq_TNH, tap = call(queries, rows, place, tap)
-  return dq_TNH.astype(q_TNH.dtype), tap
+  call = _backward_part
+  if not _alone(place):
+    call = _backward_dealt if place.striping is None else _backward_owners
+    queries = _padded(queries, num_shards("tokens"))
+  dq_TNH, tap = call(sizes, queries, rows, place, tap)
+  return dq_TNH[: q_TNH.shape[0]].astype(q_TNH.dtype), tap
 
 
-def _backward_dealt(sizes: _Sizes, tokens, queries, rows, place, tap):
+def _backward_owners(sizes: _Sizes, queries, rows, place, tap):
+  """Of rows with owners, who get the queries of all devices."""
+
+  def part(queries, rows, place, tap):
+    def together(tap, queries):
+      queries = gather_queries(queries)
+      dq, tap = _backward_part(sizes, queries, rows, place, tap)
+      return tap, sum_to_tokens(dq)
+
+    blocks = _blocks(queries, _share_together(queries))
+    tap, dq = lax.scan(together, tap, blocks)
+    return _joined(dq, queries[0].shape[0]), tap
+
+  dealt = spec("tokens")
+  specs = (dealt, row_specs(rows), WHOLE, row_specs(tap))
+  call = on_owners(place.striping, part, specs, (dealt, row_specs(tap)))
+  return call(queries, rows, place, tap)
+
+
+def _backward_dealt(sizes: _Sizes, queries, rows, place, tap):
   """Of rows that every device holds: each has its queries, and one layer."""
-  one_layer = lambda x: lax.dynamic_slice_in_dim(x, place.layer, 1)
 
   def part(queries, rows, place):
     own = None
     if tap is not None:
       own = jnp.zeros((1, *tap.shape[1:]), tap.dtype)
     dq_TNH, own = _backward_part(sizes, queries, rows, place, own)
-    return dq_TNH, own if tokens == WHOLE else sum_owners(own)
+    return dq_TNH, sum_owners(own)
 
-  rows, first = jax.tree.map(one_layer, rows), place.replace(layer=jnp.int32(0))
-  dq_TNH, own = per_device(part, (tokens, WHOLE, WHOLE), (tokens, WHOLE))(
-    queries, rows, first
+  dealt, layer = spec("tokens"), place.layer
+  rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, layer, 1), rows)
+  dq_TNH, own = per_device(part, (dealt, WHOLE, WHOLE), (dealt, WHOLE))(
+    queries, rows, place.replace(layer=jnp.int32(0))
   )
   if tap is not None:
-    tap = add_block(tap, place.layer, 0, own[0])
+    tap = add_block(tap, layer, 0, own[0])
   return dq_TNH, tap
 
 
 def _backward_part(sizes: _Sizes, queries, rows, place, tap):
   """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2)."""
 
-  def block(tap, inputs):
-    q, do, lse, delta, keys = inputs
+  def block(tap, queries):
+    q, do, lse, delta, keys = queries
     slots, trips = _held_slots(sizes, place, keys)
 
     def body(index, carry):
@@ -197,12 +251,8 @@ def _backward_part(sizes: _Sizes, queries, rows, place, tap):
     dq, tap = lax.fori_loop(0, trips, body, carry)
     return tap, dq
 
-  *arrays, keys_TA = queries
-  cut = functools.partial(_query_blocks, size=sizes.queries)
-  blocks = (*map(cut, arrays), cut(keys_TA, fill=-1))
-  tap, dq = lax.scan(block, tap, blocks)
-  dq_TNH = dq.reshape(-1, *dq.shape[2:])[: keys_TA.shape[0]]
-  return (dq_TNH if place.striping is None else sum_to_tokens(dq_TNH)), tap
+  tap, dq = lax.scan(block, tap, _blocks(queries, sizes.queries))
+  return _joined(dq, queries[0].shape[0]), tap
 
 
 @functools.cache
@@ -239,11 +289,11 @@ def _backward_members(sizes: _Sizes):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(sizes: _Sizes, q_TNH, keys_TA, rows, place, tap):
-  return _forward(sizes, q_TNH, keys_TA, rows, place), tap
+  return _forward(sizes, (q_TNH, keys_TA), rows, place), tap
 
 
 def _attend_fwd(sizes: _Sizes, q_TNH, keys_TA, rows, place, tap):
-  o, lse = _forward(sizes, q_TNH, keys_TA, rows, place)
+  o, lse = _forward(sizes, (q_TNH, keys_TA), rows, place)
   o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
   return ((o, lse), tap), (q_TNH, keys_TA, o, lse, rows, place)
 
@@ -276,9 +326,10 @@ def attend_chosen(
   piece by piece, as far as the segment holds any of them: a query's keys may
   lie in several segments, each of which gives its part of the softmax.
 
-  Where devices share the rows, these stay where they are: every device attends
-  to those it holds, and what moves is what attend states. Of rows that every
-  device holds, each has its share of the queries.
+  On a mesh every device has its share of the queries. Where devices share the
+  rows, too, these stay where they are: owners attend to what they hold for all
+  queries, some hundred at a time, which are gathered and whose parts are joined
+  as attend states.
 
   Args:
     q_TNH: queries, scaled.
