@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile much and run little.
@@ -22,10 +23,21 @@ jax.config.update("jax_num_cpu_devices", 8)  # meshes; the rest uses the first
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _free_programs():
-  """A process has room for so many compiled programs: XLA then crashes."""
+def _free_programs_of_a_module():
   yield
   jax.clear_caches()
+
+
+MAPPINGS = pathlib.Path("/proc/self/maps")
+MOST_MAPPINGS = 30_000  # Linux allows a process 65,530
+
+
+@pytest.fixture(autouse=True)
+def _free_programs_in_time():
+  """Every compiled program maps memory; XLA crashes when no more can be."""
+  yield
+  if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items):
