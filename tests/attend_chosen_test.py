@@ -9,7 +9,6 @@ import numpy as np
 
 from longstraw_jax import make_mesh
 from longstraw_jax.ops.pages import (
-  EMPTY_LSE,
   Segment,
   Striping,
   attend_chosen,
@@ -28,11 +27,11 @@ KEYS[3, -1] = START + 11
 
 
 def arrays(seed=0):
-  """Queries, rows, an accumulator in use, and cotangents of (o, lse)."""
+  """Queries, rows, an accumulator in use, and a cotangent of the outputs."""
   normal = np.random.default_rng(seed).normal
   rows, used = (normal(size=(L, CAPACITY, H)) for _ in range(2))
   q = normal(size=(T, N, H))
-  return q, rows, used, (normal(size=(T, N, V)), normal(size=(T, N)))
+  return q, rows, used, normal(size=(T, N, V))
 
 
 def segment_of(rows, tap, striping=None):
@@ -50,25 +49,26 @@ def segment_of(rows, tap, striping=None):
 
 def chosen(q, keys, rows, tap, striping=None):
   segment = segment_of(rows, tap, striping)
-  return attend_chosen(q, keys, segment, name="x", value_dim=V, query_block=4)
+  o, (tap,) = attend_chosen(
+    q, keys, (segment,), name="x", value_dim=V, query_block=4
+  )
+  return o, tap
 
 
 def dense(q, keys, rows):
-  """(o, lse) over all rows of the layer, those not chosen masked."""
+  """Attention over all rows of the layer, those not chosen masked."""
   places = START + np.arange(LENGTH)
   seen = (keys[:, :, None] == places).any(1)[:, None]
   rows = rows[LAYER, :LENGTH]
-  scores = jnp.where(seen, jnp.einsum("tnh,sh->tns", q, rows), EMPTY_LSE)
-  lse = jax.nn.logsumexp(scores, axis=-1)
-  weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0.0)
-  lse = jnp.where(seen.any(-1), lse, EMPTY_LSE)
-  return jnp.einsum("tns,sv->tnv", weights, rows[:, :V]), lse
+  scores = jnp.where(seen, jnp.einsum("tnh,sh->tns", q, rows), -1e30)
+  weights = jnp.where(seen, jax.nn.softmax(scores), 0.0)
+  return jnp.einsum("tns,sv->tnv", weights, rows[:, :V])
 
 
 @jax.jit
-def dense_gradients(q, keys, rows, cotangents):
-  out, pull_back = jax.vjp(lambda q, rows: dense(q, keys, rows), q, rows)
-  return out, pull_back(cotangents)
+def dense_gradients(q, keys, rows, do):
+  o, pull_back = jax.vjp(lambda q, rows: dense(q, keys, rows), q, rows)
+  return o, pull_back(do)
 
 
 def assert_close(got, wanted):
@@ -80,7 +80,7 @@ class AttendChosenTest(parameterized.TestCase):
   @parameterized.parameters(1, 4, 8)
   def test_values_and_gradients_equal_dense(self, shards):
     """Also of rows that are dealt to several devices."""
-    q, rows, used, cotangents = arrays()
+    q, rows, used, do = arrays()
     striping = None if shards == 1 else Striping(chunk=8, shards=shards)
     deal = striping.deal if striping else lambda x: x
     collect = striping.collect if striping else lambda x: x
@@ -88,24 +88,22 @@ class AttendChosenTest(parameterized.TestCase):
     @jax.jit
     def run(q, rows, used):
       call = lambda q, tap: chosen(q, KEYS, rows, tap, striping)
-      (out, _), pull_back = jax.vjp(call, q, {"x": used})
-      return out, pull_back((cotangents, {"x": used}))
+      (o, _), pull_back = jax.vjp(call, q, {"x": used})
+      return o, pull_back((do, {"x": used}))
 
     with jax.set_mesh(make_mesh(shards)):
-      (o, lse), (dq, total) = run(q, deal(rows), deal(used))
-    wanted, (wanted_dq, drows) = dense_gradients(q, KEYS, rows, cotangents)
-    assert_close((o, lse), wanted)
+      o, (dq, total) = run(q, deal(rows), deal(used))
+    wanted, (wanted_dq, drows) = dense_gradients(q, KEYS, rows, do)
+    assert_close(o, wanted)
     assert_close(dq, wanted_dq)
     assert_close(collect(total["x"]), used + drows)
     np.testing.assert_array_equal(o[2], 0.0)
-    np.testing.assert_array_equal(lse[2], EMPTY_LSE)
 
   @parameterized.parameters(1, 2)
   def test_members_share_one_accumulator(self, context):
     """Also where other devices hold other members, and other rows."""
-    members = 2
-    q, cotangents = jax.tree.map(
-      lambda *x: np.stack(x), *(arrays(i)[::3] for i in range(members))
+    q, do = (
+      np.stack(x) for x in zip(*(arrays(i)[::3] for i in range(2)), strict=True)
     )
     keys = np.stack([KEYS, KEYS[::-1]])
     _, rows, used, _ = arrays()
@@ -120,19 +118,16 @@ class AttendChosenTest(parameterized.TestCase):
         one = lambda q, keys: chosen(q, keys, rows, tap, striping)
         return jax.vmap(one, out_axes=(0, None), spmd_axis_name=name)(q, keys)
 
-      (out, _), pull_back = jax.vjp(call, q, {"x": used})
-      return out, pull_back((cotangents, {"x": used}))
+      (o, _), pull_back = jax.vjp(call, q, {"x": used})
+      return o, pull_back((do, {"x": used}))
 
-    mesh = make_mesh(context, 1 if context == 1 else members)
+    mesh = make_mesh(context, 1 if context == 1 else 2)
     with jax.set_mesh(mesh):
-      out, (dq, total) = run(q, deal(rows), deal(used))
+      o, (dq, total) = run(q, deal(rows), deal(used))
     wanted_total = used
-    for i in range(members):
-      cotangent = jax.tree.map(lambda x: x[i], cotangents)  # noqa: B023
-      wanted, (wanted_dq, drows) = dense_gradients(
-        q[i], keys[i], rows, cotangent
-      )
-      assert_close((out[0][i], out[1][i]), wanted)
+    for i in range(2):
+      wanted, (wanted_dq, drows) = dense_gradients(q[i], keys[i], rows, do[i])
+      assert_close(o[i], wanted)
       assert_close(dq[i], wanted_dq)
       wanted_total = wanted_total + drows
     assert_close(collect(total["x"]), wanted_total)
@@ -146,17 +141,16 @@ class AttendChosenTest(parameterized.TestCase):
     def run(q, rows, tap):
       call = lambda q, tap: chosen(q, KEYS, rows, tap)
       pull_back = jax.vjp(call, q, tap)[1]
-      batch = jax.tree.map(lambda *x: jnp.stack(x), *each)
-      return jax.vmap(lambda c: pull_back((c, tap)))(batch)
+      return jax.vmap(lambda do: pull_back((do, tap)))(jnp.stack(each))
 
     dq, total = run(q, rows, {"x": used})
-    for i, cotangents in enumerate(each):
-      _, (wanted, drows) = dense_gradients(q, KEYS, rows, cotangents)
+    for i, do in enumerate(each):
+      _, (wanted, drows) = dense_gradients(q, KEYS, rows, do)
       assert_close((dq[i], total["x"][i]), (wanted, used + drows))
 
   def test_sparse_attention_joins_own_rows_and_segments(self):
     """Keys of one query lie in pages and in the call; both get gradients."""
-    q, rows, used, (do, _) = arrays()
+    q, rows, used, do = arrays()
     own = np.random.default_rng(3).normal(size=(T, H))
     start = START + LENGTH
     positions = start + np.arange(T)

@@ -79,9 +79,12 @@ class CollectivesTest(absltest.TestCase):
     shapes = {"latent": (2, ROOM, WIDTH)}
     q = jax.ShapeDtypeStruct((TOKENS, HEADS, WIDTH), jnp.float32)
     keys = jax.ShapeDtypeStruct((TOKENS, CHOSEN), jnp.int32)
-    read = functools.partial(
-      attend_chosen, name="latent", value_dim=VALUE, query_block=4
-    )
+
+    def read(q, keys, segment):
+      sizes = {"value_dim": VALUE, "query_block": 4}
+      o, (tap,) = attend_chosen(q, keys, (segment,), name="latent", **sizes)
+      return o, tap
+
     self.check(compiled(read, shapes, q, keys), VALUE, TOKENS * CHOSEN)
 
 

@@ -164,7 +164,7 @@ class LatentAttention(nn.Module):
       value_dim=sizes.latent_rank,
       query_block=sizes.query_block,
     )
-    o_TNH = jnp.einsum("tnr,rnh->tnh", o_TNR.astype(x_TD.dtype), to_value)
+    o_TNH = jnp.einsum("tnr,rnh->tnh", o_TNR, to_value)
     y_TD = linear(x_TD.shape[-1], "o_proj")(o_TNH.reshape(tokens, -1))
     choices = {"keys": live} if self.indexed else {}
     return y_TD, Update(

@@ -1,13 +1,10 @@
 """Attention of every query to the few keys that were selected for it."""
 
-import functools
-
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.ops.pages import (
   Segment,
   attend_chosen,
-  merge,
   open_rows,
 )
 
@@ -26,7 +23,7 @@ def sparse_attention(
   """Softmax attention to selected rows, which are keys and values at once.
 
   A row is a key over its whole width and a value over its first `value_dim`
-  dims. The call itself and every segment give their part of the softmax.
+  dims. Keys of one query may lie in the call itself and in any segment.
 
   Args:
     q_TNH: queries, scaled.
@@ -40,16 +37,16 @@ def sparse_attention(
     query_block: queries handled at once.
 
   Returns:
-    Outputs in float32 or wider, and the tap of every segment as handed on.
+    Outputs in the dtype of the queries, and the tap of every segment as handed
+    on.
   """
-  read = functools.partial(
-    attend_chosen, name=name, value_dim=value_dim, query_block=query_block
+  own = open_rows({name: rows_TH}, rows_TH.shape[0], positions_T[0])
+  o_TNH, (*taps, _) = attend_chosen(
+    q_TNH,
+    keys_TA,
+    (*segments, own),
+    name=name,
+    value_dim=value_dim,
+    query_block=query_block,
   )
-  parts, taps = [], []
-  for segment in segments:
-    part, tap = read(q_TNH, keys_TA, segment)
-    parts.append(part)
-    taps.append(tap)
-  length, start = rows_TH.shape[0], positions_T[0]
-  own, _ = read(q_TNH, keys_TA, open_rows({name: rows_TH}, length, start))
-  return merge([*parts, own]), tuple(taps)
+  return o_TNH, tuple(taps)

@@ -1,4 +1,4 @@
-"""Softmax attention of every query to rows of a segment chosen for it alone."""
+"""Softmax attention of every query to rows that were chosen for it alone."""
 
 import functools
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from longstraw_jax.ops.pages.own import normalise
+from longstraw_jax.ops.pages.own import merge, normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
   NO_SLOT,
@@ -43,11 +43,10 @@ _TOGETHER = 512
 
 
 class _Sizes(NamedTuple):
-  """Static: width of a value, queries and keys at once."""
+  """Static: width of a value, and queries at once."""
 
   value_dim: int
   queries: int
-  keys: int
 
 
 def _padded(queries: tuple, multiple: int) -> tuple:
@@ -72,22 +71,25 @@ def _joined(tree: Tree, tokens: int) -> Tree:
   return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], tree)
 
 
-def _held_slots(sizes: _Sizes, place: Place, keys_QA):
+def _held_slots(place: Place, keys_QA):
   """Where the buffer at hand holds the keys: in order, the others behind them.
 
   Returns:
-    [Q, pieces * keys] slots, and how many pieces hold one of any query.
+    [Q, pieces * size] slots, how many pieces hold one of any query, and their
+    size.
   """
+  shards = place.striping.shards if place.striping else 1
+  size = -(-keys_QA.shape[1] // max(_PIECES, shards))
   slots, inside = place.slot_of(keys_QA - place.start)
-  padding = ((0, 0), (0, -slots.shape[1] % sizes.keys))
+  padding = ((0, 0), (0, -slots.shape[1] % size))
   slots = jnp.sort(jnp.pad(slots, padding, constant_values=NO_SLOT), axis=1)
   longest = inside.sum(1, dtype=jnp.int32).max()
-  return slots, lax.div(longest + (sizes.keys - 1), jnp.int32(sizes.keys))
+  return slots, lax.div(longest + (size - 1), jnp.int32(size)), size
 
 
-def _read_piece(sizes: _Sizes, place: Place, rows: Tree, slots, index):
+def _read_piece(place: Place, rows: Tree, slots, index, size: int):
   """Piece `index` of the rows, [Q, B, H], and its slots."""
-  at = lax.dynamic_slice_in_dim(slots, index * sizes.keys, sizes.keys, 1)
+  at = lax.dynamic_slice_in_dim(slots, index * size, size, 1)
   take = lambda x: x.at[place.layer, at].get(mode="fill", fill_value=0)
   return expand(jax.tree.map(take, rows), place.dtype), at
 
@@ -143,11 +145,11 @@ def _forward_part(sizes: _Sizes, queries, rows, place):
 
   def block(queries):
     q, keys = queries
-    slots, trips = _held_slots(sizes, place, keys)
+    slots, trips, size = _held_slots(place, keys)
 
     def body(index, carry):
       o, top, total = carry
-      row, at = _read_piece(sizes, place, rows, slots, index)
+      row, at = _read_piece(place, rows, slots, index, size)
       scores, held = _scores(q, row, at)
       new_top = jnp.maximum(top, scores.max(-1))
       weights = jnp.where(held, jnp.exp(scores - new_top[..., None]), 0.0)
@@ -169,11 +171,9 @@ def _forward_part(sizes: _Sizes, queries, rows, place):
   return _joined(parts, queries[0].shape[0])
 
 
-def _backward(sizes: _Sizes, saved, cotangents, rows, place, tap):
-  q_TNH, keys_TA, o_TNH, lse_TN = saved
-  do_TNH, dlse_TN = cotangents
-  delta_TN = (do_TNH * o_TNH).sum(-1) - dlse_TN
-  queries = (q_TNH, do_TNH.astype(q_TNH.dtype), lse_TN, delta_TN, keys_TA)
+def _backward(sizes: _Sizes, queries, rows, place, tap):
+  """Of (q, do, log-sum-exp, do . o, keys): gradient of q, and the tap."""
+  q_TNH = queries[0]
   call = _backward_part
   if not _alone(place):
     call = _backward_dealt if place.striping is None else _backward_owners
@@ -226,11 +226,11 @@ def _backward_part(sizes: _Sizes, queries, rows, place, tap):
 
   def block(tap, queries):
     q, do, lse, delta, keys = queries
-    slots, trips = _held_slots(sizes, place, keys)
+    slots, trips, size = _held_slots(place, keys)
 
     def body(index, carry):
       dq, tap = carry
-      row, at = _read_piece(sizes, place, rows, slots, index)
+      row, at = _read_piece(place, rows, slots, index, size)
       scores, held = _scores(q, row, at)
       weights = jnp.where(held, jnp.exp(scores - lse[..., None]), 0.0)
       value = row[..., : sizes.value_dim]
@@ -260,26 +260,23 @@ def _backward_members(sizes: _Sizes):
   """The backward pass with its own rule for a batch of members."""
 
   @custom_vmap
-  def backward(saved, cotangents, rows, place, tap):
-    return _backward(sizes, saved, cotangents, rows, place, tap)
+  def backward(queries, rows, place, tap):
+    return _backward(sizes, queries, rows, place, tap)
 
   @backward.def_vmap
-  def rule(axis_size, batched, saved, cotangents, rows, place, tap):
-    apart = adds_apart(batched[0], batched[2:])
-    saved, cotangents = give_member_axis(
-      axis_size, batched[:2], (saved, cotangents)
-    )
+  def rule(axis_size, batched, queries, rows, place, tap):
+    q, _, lse, _, keys = batched[0]
+    apart = adds_apart((q, lse, keys), batched[1:])
+    (queries,) = give_member_axis(axis_size, batched[:1], (queries,))
     if apart:
-      pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
+      pages = give_member_axis(axis_size, batched[1:], (rows, place, tap))
       one = functools.partial(_backward, sizes)
-      dq, tap = jax.vmap(one)(saved, cotangents, *pages)
+      dq, tap = jax.vmap(one)(queries, *pages)
       return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
     # Members that share the rows are only more queries over them.
     fold = lambda x: x.reshape(-1, *x.shape[2:])
-    q = saved[0]
-    saved, cotangents = jax.tree.map(fold, (saved, cotangents))
-    dq, tap = backward(saved, cotangents, rows, place, tap)
-    return (dq.reshape(q.shape), tap), (
+    dq, tap = backward(jax.tree.map(fold, queries), rows, place, tap)
+    return (dq.reshape(queries[0].shape), tap), (
       True,
       jax.tree.map(lambda _: False, tap),
     )
@@ -288,23 +285,33 @@ def _backward_members(sizes: _Sizes):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(sizes: _Sizes, q_TNH, keys_TA, rows, place, tap):
-  return _forward(sizes, (q_TNH, keys_TA), rows, place), tap
+def _attend(sizes: _Sizes, q_TNH, keys_TA, segments, taps):
+  return _attend_fwd(sizes, q_TNH, keys_TA, segments, taps)[0]
 
 
-def _attend_fwd(sizes: _Sizes, q_TNH, keys_TA, rows, place, tap):
-  o, lse = _forward(sizes, (q_TNH, keys_TA), rows, place)
-  o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
-  return ((o, lse), tap), (q_TNH, keys_TA, o, lse, rows, place)
+def _attend_fwd(sizes: _Sizes, q_TNH, keys_TA, segments, taps):
+  queries = (q_TNH, keys_TA)
+  parts = [_forward(sizes, queries, *segment) for segment in segments]
+  o, lse = (
+    merge(parts),
+    jax.nn.logsumexp(jnp.stack([lse for _, lse in parts]), axis=0),
+  )
+  # As later layers take it: what is kept is half as wide.
+  o, lse = checkpoint_name((o.astype(q_TNH.dtype), lse), PAGE_ATTENTION)
+  return (o, taps), (q_TNH, keys_TA, o, lse, segments)
 
 
 def _attend_bwd(sizes: _Sizes, residuals, cotangents):
-  *saved, rows, place = residuals
-  (do, dlse), dtap = cotangents
-  dq, dtap = _backward_members(sizes)(
-    tuple(saved), (do, dlse), rows, place, dtap
-  )
-  return dq, None, None, None, dtap
+  q_TNH, keys_TA, o_TNH, lse_TN, segments = residuals
+  do_TNH, dtaps = cotangents
+  delta_TN = (widen(do_TNH) * o_TNH).sum(-1)
+  queries = (q_TNH, do_TNH, lse_TN, delta_TN, keys_TA)
+  grads = [
+    _backward_members(sizes)(queries, *segment, tap)
+    for segment, tap in zip(segments, dtaps, strict=True)
+  ]
+  dq_TNH = sum(dq for dq, _ in grads)
+  return dq_TNH.astype(q_TNH.dtype), None, None, tuple(t for _, t in grads)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -313,18 +320,17 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 def attend_chosen(
   q_TNH: Float[Array, "T N H"],
   keys_TA: Int[Array, "T A"],
-  segment: Segment,
+  segments: tuple[Segment, ...],
   *,
   name: str,
   value_dim: int,
   query_block: int,
-) -> tuple[tuple[Float[Array, "T N Hv"], Float[Array, "T N"]], dict | None]:
-  """Softmax attention of T queries to chosen rows of a segment.
+) -> tuple[Float[Array, "T N Hv"], tuple[dict | None, ...]]:
+  """Softmax attention of T queries to chosen rows of several segments.
 
   A row is a key over its whole width and a value over its first `value_dim`
   dims, shared by all heads. The rows of `query_block` queries are gathered
-  piece by piece, as far as the segment holds any of them: a query's keys may
-  lie in several segments, each of which gives its part of the softmax.
+  from one segment after the other, piece by piece and as far as it holds any.
 
   On a mesh every device has its share of the queries. Where devices share the
   rows, too, these stay where they are: owners attend to what they hold for all
@@ -334,24 +340,24 @@ def attend_chosen(
   Args:
     q_TNH: queries, scaled.
     keys_TA: positions that each query attends to, none of them twice; those
-      that the segment does not hold are left out.
-    segment: the rows.
+      that no segment holds are left out.
+    segments: the rows; a position lies in one of them.
     name: of the rows that are read, [L, S, H].
     value_dim: Hv, width of a value.
     query_block: queries handled at once.
 
   Returns:
-    ((o, lse), tap): outputs and log-sum-exp in float32 or wider, o = 0 and
-    lse = EMPTY_LSE where the segment holds no key of a query; and the tap as
-    handed on.
+    Outputs in the dtype of the queries, 0 where there is no key, and the tap of
+    every segment as handed on.
   """
-  sizes = _Sizes(
-    value_dim=value_dim,
-    queries=min(query_block, q_TNH.shape[0]),
-    keys=-(-keys_TA.shape[1] // max(_PIECES, segment.shards)),
-  )
+  sizes = _Sizes(value_dim, min(query_block, q_TNH.shape[0]))
   # A constant under jax.jit has no `at`.
-  rows = jax.tree.map(jnp.asarray, segment.rows[name])
-  tap = None if segment.tap is None else segment.tap[name]
-  out, tap = _attend(sizes, q_TNH, keys_TA, rows, Place.of(segment), tap)
-  return out, tap if segment.tap is None else segment.tap | {name: tap}
+  rows = [jax.tree.map(jnp.asarray, x.rows[name]) for x in segments]
+  places = [Place.of(segment) for segment in segments]
+  read = tuple(zip(rows, places, strict=True))
+  taps = tuple(segment.tap and segment.tap[name] for segment in segments)
+  o_TNH, taps = _attend(sizes, q_TNH, keys_TA, read, taps)
+  return o_TNH, tuple(
+    segment.tap and segment.tap | {name: tap}
+    for segment, tap in zip(segments, taps, strict=True)
+  )
