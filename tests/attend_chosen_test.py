@@ -15,7 +15,7 @@ from longstraw_jax.ops.pages import (
 )
 from longstraw_jax.ops.sparse_attention import sparse_attention
 
-L, T, N, H, V = 2, 7, 3, 6, 4  # V: width of the values
+L, T, N, H, V = 2, 8, 3, 6, 4  # V: width of the values
 CAPACITY, LENGTH, START, LAYER = 32, 27, 5, 1
 CHOSEN = 9
 KEYS = np.random.default_rng(1).permuted(
@@ -77,23 +77,24 @@ def assert_close(got, wanted):
 
 
 class AttendChosenTest(parameterized.TestCase):
-  @parameterized.parameters(1, 4, 8)
-  def test_values_and_gradients_equal_dense(self, shards):
-    """Also of rows that are dealt to several devices."""
+  @parameterized.parameters((1, T), (4, T), (8, T), (8, T - 1))
+  def test_values_and_gradients_equal_dense(self, shards, tokens):
+    """Also of rows that are dealt to several devices, and of queries."""
     q, rows, used, do = arrays()
+    q, keys, do = q[:tokens], KEYS[:tokens], do[:tokens]
     striping = None if shards == 1 else Striping(chunk=8, shards=shards)
     deal = striping.deal if striping else lambda x: x
     collect = striping.collect if striping else lambda x: x
 
     @jax.jit
     def run(q, rows, used):
-      call = lambda q, tap: chosen(q, KEYS, rows, tap, striping)
+      call = lambda q, tap: chosen(q, keys, rows, tap, striping)
       (o, _), pull_back = jax.vjp(call, q, {"x": used})
       return o, pull_back((do, {"x": used}))
 
     with jax.set_mesh(make_mesh(shards)):
       o, (dq, total) = run(q, deal(rows), deal(used))
-    wanted, (wanted_dq, drows) = dense_gradients(q, KEYS, rows, do)
+    wanted, (wanted_dq, drows) = dense_gradients(q, keys, rows, do)
     assert_close(o, wanted)
     assert_close(dq, wanted_dq)
     assert_close(collect(total["x"]), used + drows)

@@ -30,9 +30,10 @@ from longstraw_jax.ops.pages.striping import (
   row_specs,
   sum_owners,
   sum_to_tokens,
+  token_specs,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
-from longstraw_jax.sharding import WHOLE, num_shards, per_device, spec
+from longstraw_jax.sharding import WHOLE, num_shards, per_device
 from longstraw_jax.types import Tree
 
 # A query's list of rows is read in at least so many pieces: who holds few of
@@ -49,21 +50,19 @@ class _Sizes(NamedTuple):
   queries: int
 
 
-def _padded(queries: tuple, multiple: int) -> tuple:
-  """(..., keys), [T, ...] each, with queries behind that attend to nothing."""
+def _blocks(queries: tuple, size: int) -> tuple:
+  """(..., keys), [T, ...] each, as [blocks, size, ...].
 
-  def pad(x, fill):
-    padding = ((0, -x.shape[0] % multiple),) + ((0, 0),) * (x.ndim - 1)
-    return jnp.pad(x, padding, constant_values=fill)
+  They are padded with queries that attend to nothing.
+  """
+
+  def split(x, fill=0):
+    padding = ((0, -x.shape[0] % size),) + ((0, 0),) * (x.ndim - 1)
+    x = jnp.pad(x, padding, constant_values=fill)
+    return x.reshape(-1, size, *x.shape[1:])
 
   *arrays, keys_TA = queries
-  return (*(pad(x, 0) for x in arrays), pad(keys_TA, -1))
-
-
-def _blocks(queries: tuple, size: int) -> tuple:
-  """(..., keys) as [blocks, size, ...], padded."""
-  split = lambda x: x.reshape(-1, size, *x.shape[1:])
-  return jax.tree.map(split, _padded(queries, size))
+  return (*map(split, arrays), split(keys_TA, -1))
 
 
 def _joined(tree: Tree, tokens: int) -> Tree:
@@ -110,28 +109,31 @@ def _forward(sizes: _Sizes, queries, rows, place):
   """Of (q, keys): outputs and log-sum-exp."""
   if _alone(place):
     return normalise(*_forward_part(sizes, queries, rows, place))
-  tokens, dealt = queries[0].shape[0], spec("tokens")
-  queries = _padded(queries, num_shards("tokens"))
-  call = functools.partial(_forward_dealt, sizes)
+  tokens = token_specs(queries[0].shape[0])
+  call = functools.partial(_forward_dealt, sizes, tokens != WHOLE)
   if place.striping is None:
-    call = per_device(call, (dealt, WHOLE, WHOLE), dealt)
+    call = per_device(call, (tokens, WHOLE, WHOLE), tokens)
   else:
-    specs = (dealt, row_specs(rows), WHOLE)
-    call = on_owners(place.striping, call, specs, dealt)
-  return jax.tree.map(lambda x: x[:tokens], call(queries, rows, place))
+    specs = (tokens, row_specs(rows), WHOLE)
+    call = on_owners(place.striping, call, specs, tokens)
+  return call(queries, rows, place)
 
 
-def _forward_dealt(sizes: _Sizes, queries, rows, place):
+def _forward_dealt(sizes: _Sizes, dealt: bool, queries, rows, place):
   """Of a device's share of the queries; owners of rows work on all of them."""
-  if place.striping is None:
-    return normalise(*_forward_part(sizes, queries, rows, place))
 
   def together(queries):
-    parts = _forward_part(sizes, gather_queries(queries), rows, place)
-    return join_owners(*parts)
+    if dealt:
+      queries = gather_queries(queries)
+    return join_owners(*_forward_part(sizes, queries, rows, place))
 
-  blocks = _blocks(queries, _share_together(queries))
-  parts = _joined(lax.map(together, blocks), queries[0].shape[0])
+  if place.striping is None:
+    parts = _forward_part(sizes, queries, rows, place)
+  elif dealt:
+    blocks = _blocks(queries, _share_together(queries))
+    parts = _joined(lax.map(together, blocks), queries[0].shape[0])
+  else:
+    parts = together(queries)
   return normalise(*parts)
 
 
@@ -173,47 +175,49 @@ def _forward_part(sizes: _Sizes, queries, rows, place):
 
 def _backward(sizes: _Sizes, queries, rows, place, tap):
   """Of (q, do, log-sum-exp, do . o, keys): gradient of q, and the tap."""
-  q_TNH = queries[0]
-  call = _backward_part
+  q_TNH, call = queries[0], _backward_part
   if not _alone(place):
     call = _backward_dealt if place.striping is None else _backward_owners
-    queries = _padded(queries, num_shards("tokens"))
   dq_TNH, tap = call(sizes, queries, rows, place, tap)
-  return dq_TNH[: q_TNH.shape[0]].astype(q_TNH.dtype), tap
+  return dq_TNH.astype(q_TNH.dtype), tap
 
 
 def _backward_owners(sizes: _Sizes, queries, rows, place, tap):
   """Of rows with owners, who get the queries of all devices."""
+  tokens = token_specs(queries[0].shape[0])
 
   def part(queries, rows, place, tap):
     def together(tap, queries):
-      queries = gather_queries(queries)
+      if tokens != WHOLE:
+        queries = gather_queries(queries)
       dq, tap = _backward_part(sizes, queries, rows, place, tap)
       return tap, sum_to_tokens(dq)
 
+    if tokens == WHOLE:
+      tap, dq = together(tap, queries)
+      return dq, tap
     blocks = _blocks(queries, _share_together(queries))
     tap, dq = lax.scan(together, tap, blocks)
     return _joined(dq, queries[0].shape[0]), tap
 
-  dealt = spec("tokens")
-  specs = (dealt, row_specs(rows), WHOLE, row_specs(tap))
-  call = on_owners(place.striping, part, specs, (dealt, row_specs(tap)))
+  specs = (tokens, row_specs(rows), WHOLE, row_specs(tap))
+  call = on_owners(place.striping, part, specs, (tokens, row_specs(tap)))
   return call(queries, rows, place, tap)
 
 
 def _backward_dealt(sizes: _Sizes, queries, rows, place, tap):
   """Of rows that every device holds: each has its queries, and one layer."""
+  tokens, layer = token_specs(queries[0].shape[0]), place.layer
 
   def part(queries, rows, place):
     own = None
     if tap is not None:
       own = jnp.zeros((1, *tap.shape[1:]), tap.dtype)
     dq_TNH, own = _backward_part(sizes, queries, rows, place, own)
-    return dq_TNH, sum_owners(own)
+    return dq_TNH, own if tokens == WHOLE else sum_owners(own)
 
-  dealt, layer = spec("tokens"), place.layer
   rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, layer, 1), rows)
-  dq_TNH, own = per_device(part, (dealt, WHOLE, WHOLE), (dealt, WHOLE))(
+  dq_TNH, own = per_device(part, (tokens, WHOLE, WHOLE), (tokens, WHOLE))(
     queries, rows, place.replace(layer=jnp.int32(0))
   )
   if tap is not None:
@@ -332,10 +336,11 @@ def attend_chosen(
   dims, shared by all heads. The rows of `query_block` queries are gathered
   from one segment after the other, piece by piece and as far as it holds any.
 
-  On a mesh every device has its share of the queries. Where devices share the
-  rows, too, these stay where they are: owners attend to what they hold for all
-  queries, some hundred at a time, which are gathered and whose parts are joined
-  as attend states.
+  On a mesh every device has its share of the queries, or all where there are
+  too few or the devices do not divide them. Where devices share the rows, too,
+  these stay where they are: owners attend to what they hold for all queries,
+  some hundred at a time, which are gathered and whose parts are joined as attend
+  states.
 
   Args:
     q_TNH: queries, scaled.
