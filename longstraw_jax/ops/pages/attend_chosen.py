@@ -339,8 +339,8 @@ def attend_chosen(
   On a mesh every device has its share of the queries, or all where there are
   too few or the devices do not divide them. Where devices share the rows, too,
   these stay where they are: owners attend to what they hold for all queries,
-  some hundred at a time, which are gathered and whose parts are joined as attend
-  states.
+  some hundred at a time, which are gathered and whose parts are joined as
+  attend states.
 
   Args:
     q_TNH: queries, scaled.
