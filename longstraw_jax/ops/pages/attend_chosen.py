@@ -105,6 +105,12 @@ def _alone(place: Place) -> bool:
   return place.striping is None and num_shards("tokens") == 1
 
 
+def _one_layer(rows: Tree, place: Place) -> tuple[Tree, Place]:
+  """The rows of the layer alone, so that no others go to every device."""
+  cut = lambda x: lax.dynamic_slice_in_dim(x, place.layer, 1)
+  return jax.tree.map(cut, rows), place.replace(layer=jnp.int32(0))
+
+
 def _forward(sizes: _Sizes, queries, rows, place):
   """Of (q, keys): outputs and log-sum-exp."""
   if _alone(place):
@@ -112,6 +118,7 @@ def _forward(sizes: _Sizes, queries, rows, place):
   tokens = token_specs(queries[0].shape[0])
   call = functools.partial(_forward_dealt, sizes, tokens != WHOLE)
   if place.striping is None:
+    rows, place = _one_layer(rows, place)
     call = per_device(call, (tokens, WHOLE, WHOLE), tokens)
   else:
     specs = (tokens, row_specs(rows), WHOLE)
@@ -216,10 +223,8 @@ def _backward_dealt(sizes: _Sizes, queries, rows, place, tap):
     dq_TNH, own = _backward_part(sizes, queries, rows, place, own)
     return dq_TNH, own if tokens == WHOLE else sum_owners(own)
 
-  rows = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, layer, 1), rows)
-  dq_TNH, own = per_device(part, (tokens, WHOLE, WHOLE), (tokens, WHOLE))(
-    queries, rows, place.replace(layer=jnp.int32(0))
-  )
+  call = per_device(part, (tokens, WHOLE, WHOLE), (tokens, WHOLE))
+  dq_TNH, own = call(queries, *_one_layer(rows, place))
   if tap is not None:
     tap = add_block(tap, layer, 0, own[0])
   return dq_TNH, tap
