@@ -151,6 +151,7 @@ def run(values: dict) -> int:
   for case in common_flags.progress(cases, len(cases)):
     with jax.enable_x64(case["dtype"] == "float64"):
       found = measure(config, case, values["group_size"], values["seed"])
+    jax.clear_caches()  # a process has room for some 50 cases' programs
     for row in found:
       writer.write(**row)
   print_table(writer.rows, COLUMNS.split())
