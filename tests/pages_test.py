@@ -78,6 +78,15 @@ READERS = {
 }
 
 
+def read_sixteen(reader, rows, q, tap):
+  """((o, lse), tap) of the first 16 rows, by any of the primitives."""
+  segment = segment_of(rows, tap, 16)
+  if reader != "read_block":
+    return READERS[reader](q, segment, 8)
+  (block, _, filled), tap = read_block(segment, jnp.int32(0), 16)
+  return softmax_part(q, block, None, filled), tap
+
+
 @functools.cache
 def program(reader, size):
   """(o, lse) and the gradients of q and of the accumulator, compiled."""
@@ -167,12 +176,7 @@ class PagesTest(parameterized.TestCase):
     members = 3
     q, rows, used, cotangents = arrays(members=(members,))
 
-    def read(q, tap):
-      segment = segment_of(rows, tap, 16)
-      if reader != "read_block":
-        return READERS[reader](q, segment, 8)
-      (block, _, filled), tap = read_block(segment, jnp.int32(0), 16)
-      return softmax_part(q, block, None, filled), tap
+    read = functools.partial(read_sixteen, reader, rows)
 
     def gradients(q, tap, cotangents, used):
       call = jax.vmap(read, in_axes=(0, None), out_axes=(0, None))
@@ -201,12 +205,7 @@ class PagesTest(parameterized.TestCase):
     q, rows, used, _ = arrays()
     cotangents = arrays(seed=1, members=(2,))[3]
 
-    def read(q, tap):
-      segment = segment_of(rows, tap, 16)
-      if reader != "read_block":
-        return READERS[reader](q, segment, 8)
-      (block, _, filled), tap = read_block(segment, jnp.int32(0), 16)
-      return softmax_part(q, block, None, filled), tap
+    read = functools.partial(read_sixteen, reader, rows)
 
     @jax.jit
     def gradients(q, tap, cotangents):
