@@ -12,8 +12,8 @@ from longstraw_jax.ops.pages import (
   Segment,
   Striping,
   attend_chosen,
+  open_rows,
 )
-from longstraw_jax.ops.sparse_attention import sparse_attention
 
 L, T, N, H, V = 2, 8, 3, 6, 4  # V: width of the values
 CAPACITY, LENGTH, START, LAYER = 32, 27, 5, 1
@@ -149,8 +149,8 @@ class AttendChosenTest(parameterized.TestCase):
       _, (wanted, drows) = dense_gradients(q, KEYS, rows, do)
       assert_close((dq[i], total["x"][i]), (wanted, used + drows))
 
-  def test_sparse_attention_joins_own_rows_and_segments(self):
-    """Keys of one query lie in pages and in the call; both get gradients."""
+  def test_keys_of_a_query_lie_in_several_segments(self):
+    """In pages and in the call's own rows; both get gradients."""
     q, rows, used, do = arrays()
     own = np.random.default_rng(3).normal(size=(T, H))
     start = START + LENGTH
@@ -161,8 +161,11 @@ class AttendChosenTest(parameterized.TestCase):
     keys[:1, -1] = -1  # the last row of the pages, which KEYS may hold
 
     def sparse(q, own, tap):
-      args = (q, own, positions, keys, (segment_of(jnp.asarray(rows), tap),))
-      o, (tap,) = sparse_attention(*args, name="x", value_dim=V, query_block=4)
+      pages = segment_of(jnp.asarray(rows), tap)
+      segments = (pages, open_rows({"x": own}, T, start))
+      o, (tap, _) = attend_chosen(
+        q, keys, segments, name="x", value_dim=V, query_block=4
+      )
       return o, tap
 
     def plain(q, own, rows):

@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from longstraw_jax import RopeConfig
-from longstraw_jax.ops.rotary import rotary_tables, rotate_half
+from longstraw_jax.ops.rotary import (
+  rotary_frequencies,
+  rotary_tables,
+  rotate_half,
+)
 
 TOLERANCE = {"float64": 1e-6}  # angles are float32 in every dtype
 
@@ -69,6 +73,25 @@ class RotaryTest(parameterized.TestCase):
     wanted = jnp.cos(jnp.float32(angle)).astype(dtype)
     # The frequency may differ by a float32 ulp, the angle then by 2e-2.
     self.assertLess(abs(float(cos[0, 1]) - float(wanted)), 3e-2)
+
+  def test_beyond_the_integers_of_float32_angles_are_exact(self):
+    rope = RopeConfig(dim=64, theta=1e7)
+    positions = np.array([2**24 + 1, 31_457_280, 2**31 - 1], np.int32)
+    frequencies = rotary_frequencies(rope).astype(np.float64)
+    angles = np.fmod(positions[:, None] * frequencies, 2 * np.pi)
+    # (a + b) 2^-33 turns of rounded frequencies, then float32.
+    off = 2 * np.pi * (positions // 2**12 + 2**12) / 2**33 + 1e-6
+    cos, sin = rotary_tables(jnp.asarray(positions), rope, "float64")
+    self.assertTrue((np.abs(cos - np.cos(angles)) <= off[:, None]).all())
+    self.assertTrue((np.abs(sin - np.sin(angles)) <= off[:, None]).all())
+
+  def test_up_to_there_they_are_the_reference_s(self):
+    """The border itself, where both forms stand side by side."""
+    positions = np.array([2**24 - 1, 2**24], np.int32)
+    angles = positions.astype(np.float32)[:, None] * rotary_frequencies(ROPE)
+    cos, sin = rotary_tables(jnp.asarray(positions), ROPE, "float32")
+    np.testing.assert_array_equal(cos, jnp.cos(angles))
+    np.testing.assert_array_equal(sin, jnp.sin(angles))
 
   def test_no_rotary_dims_leave_the_head_alone(self):
     x = jnp.ones((T, N, H))

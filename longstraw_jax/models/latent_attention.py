@@ -17,10 +17,10 @@ from jaxtyping import Array, Float
 from longstraw_jax.config import LatentConfig
 from longstraw_jax.models.contract import Shapes, State, Update
 from longstraw_jax.models.layers import Linear, RMSNorm
+from longstraw_jax.ops.pages import attend_chosen, open_rows
 from longstraw_jax.ops.precision import widen
 from longstraw_jax.ops.rotary import rotary_tables, rotate_interleaved
 from longstraw_jax.ops.selection import select_keys
-from longstraw_jax.ops.sparse_attention import sparse_attention
 from longstraw_jax.types import Span
 
 KEY_NORM_EPS = 1e-6
@@ -154,12 +154,11 @@ class LatentAttention(nn.Module):
         "below it in its pattern: put both into one Stage"
       )
     keys = state.choices.get("keys", live)
-    o_TNR, taps = sparse_attention(
+    own = open_rows({"latent": rows["latent"]}, tokens, span.positions[0])
+    o_TNR, (*taps, _) = attend_chosen(
       q_TNH * scale,
-      rows["latent"],
-      span.positions,
       keys,
-      state.pages,
+      (*state.pages, own),
       name="latent",
       value_dim=sizes.latent_rank,
       query_block=sizes.query_block,
@@ -168,7 +167,11 @@ class LatentAttention(nn.Module):
     y_TD = linear(x_TD.shape[-1], "o_proj")(o_TNH.reshape(tokens, -1))
     choices = {"keys": live} if self.indexed else {}
     return y_TD, Update(
-      rows=rows, carry={}, taps=taps, shared={"keys": keys}, choices=choices
+      rows=rows,
+      carry={},
+      taps=tuple(taps),
+      shared={"keys": keys},
+      choices=choices,
     )
 
   @nn.nowrap
