@@ -10,10 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from longstraw_jax.checks import check_chunk_size
 from longstraw_jax.models.model import Model, Params
+from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.replay import prompt_pages
-from longstraw_jax.sharding import member_vmap
-from longstraw_jax.state import Pages, PromptState, write_rows
+from longstraw_jax.sharding import member_vmap, num_shards
+from longstraw_jax.state import Pages, PromptState, append_row
 from longstraw_jax.types import Group, Span, Tree
 
 
@@ -134,19 +135,27 @@ def _rollout(
   key,
 ):
   priors = prompt_pages(state, None)
+  shards = num_shards("rows")  # the members' own rows go to them in turn
+  striping = Striping.of_mesh(chunk=shards)
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
     jnp.arange(group_size)
   )
 
   def member(key, token, input_id, rows, carry):
     span = Span(positions=(state.length + token)[None], length=jnp.int32(1))
-    own = Pages(rows=rows, taps=None, length=token, start=state.length)
+    own = Pages(
+      rows=rows,
+      taps=None,
+      length=token,
+      start=state.length,
+      striping=striping,
+    )
     out = model.hidden(params, input_id[None], span, (*priors, own), carry)
     logits = model.logits(params, out.x_TD)[0]
     tempered = sampling_logits(logits, *sampling)
     sampled = jax.random.categorical(jax.random.fold_in(key, token), tempered)
     scores = (jax.nn.log_softmax(x)[sampled] for x in (logits, tempered))
-    rows = write_rows(rows, out.rows, token)
+    rows = append_row(rows, out.rows, token, striping)
     choices = out.choices if record_choices else None
     return sampled, *scores, rows, out.carry, choices
 
@@ -180,7 +189,7 @@ def _rollout(
 
   spread = lambda x: jnp.broadcast_to(x, (group_size, *x.shape))
   blank = jnp.zeros((group_size, max_tokens), wide_dtype(model.config.dtype))
-  row_shapes, _ = model.state_shapes(max_tokens)
+  row_shapes, _ = model.state_shapes(max_tokens + -max_tokens % shards)
   rows = jax.tree.map(
     lambda x: jnp.zeros((group_size, *x.shape), x.dtype), row_shapes
   )

@@ -134,6 +134,31 @@ def write_rows(
   )
 
 
+def append_row(
+  buffers: Tree, row: Tree, token, striping: Striping | None
+) -> Tree:
+  """Writes the rows [L, ..., 1, H] of one token behind those before it.
+
+  Where devices share the buffers the token's owner writes.
+  """
+
+  def write(buffers, row, token):
+    slot, mine = (token, True) if striping is None else striping.slot_of(token)
+
+    def one(buffer, new):
+      old = lax.dynamic_slice_in_dim(buffer, slot, 1, -2)
+      new = jnp.where(mine, new, old)
+      return lax.dynamic_update_slice_in_dim(buffer, new, slot, -2)
+
+    return jax.tree.map(one, buffers, row)
+
+  specs = row_specs(buffers)
+  whole = jax.tree.map(lambda _: WHOLE, row)
+  return on_owners(striping, write, (specs, whole, WHOLE), specs)(
+    buffers, store(row, buffers), token
+  )
+
+
 def read_rows(
   buffers: Tree, offset, tokens: int, striping: Striping | None = None
 ) -> Tree:

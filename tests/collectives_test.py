@@ -8,8 +8,17 @@ from absl.testing import absltest
 import jax
 import jax.numpy as jnp
 
-from longstraw_jax import Segment, attend, make_mesh
+from longstraw_jax import (
+  Segment,
+  attend,
+  capture,
+  make_mesh,
+  place_at_rest,
+  rollout,
+)
 from longstraw_jax.ops.pages import Striping, attend_chosen
+from longstraw_jax.plan import largest_collective
+from tests.small_models import build, make_prompt
 
 DEVICES, CHUNK, ROOM, LENGTH = 8, 64, 1024, 1000
 TOKENS, HEADS, WIDTH, VALUE, CHOSEN = 16, 4, 8, 6, 24
@@ -86,6 +95,23 @@ class CollectivesTest(absltest.TestCase):
       return o, tap
 
     self.check(compiled(read, shapes, q, keys), VALUE, TOKENS * CHOSEN)
+
+  def test_decoding_moves_no_member_s_rows(self):
+    """Not even the narrowest, a layer's index keys of one member."""
+    model, params = build("tiny-glm", "float32")
+    room, prompt = 2**14, make_prompt(DEVICES)
+
+    def decode(params, state, key):
+      return rollout(model, params, state, key, group_size=2, max_tokens=room)
+
+    mesh = make_mesh(DEVICES)
+    params = place_at_rest(params, mesh)
+    with jax.set_mesh(mesh):
+      take = lambda p: capture(model, p, prompt, chunk_size=DEVICES)
+      state = jax.eval_shape(take, params)
+      step = jax.jit(decode).lower(params, state, jax.random.key(0))
+      text = step.compile().as_text()
+    self.assertLess(largest_collective(text), room)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,28 @@ class EveryMeshTest(parameterized.TestCase):
     block = 2 if sum(shape) % 2 else None
     check(name, scope, *shape, block_size=block)
 
+  @parameterized.parameters(*FAMILIES)
+  def test_members_keep_their_scores(self, name):
+    """Replay and rollout on a mesh give what one device gives."""
+    model, params = build(name)
+    group = make_group(ROOM)
+
+    def run(params):
+      state = capture(model, params, PROMPT, chunk_size=CHUNK)
+      scores = replay(model, params, state, group.responses, group.lengths)
+      sampled = rollout(
+        model, params, state, jax.random.key(5), group_size=4, max_tokens=6
+      )
+      return scores, sampled.responses, sampled.old_logprobs
+
+    expected = run(params)
+    mesh = make_mesh(4, 2)
+    with jax.set_mesh(mesh):
+      found = run(place_at_rest(params, mesh))
+    np.testing.assert_array_equal(found[1], expected[1])
+    for a, b in zip(found[::2], expected[::2], strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-12)
+
   def test_thirty_two_devices(self):
     """The number of devices is a process's own: another one is started."""
     call = "check('tiny-glm', 'full', 32, 1, chunk=32)"
@@ -115,28 +137,6 @@ class MeshTest(parameterized.TestCase):
   def test_every_leaf(self):
     """Several blocks of own queries on a device, of chunks and of members."""
     check("tiny-hybrid", "full", 2, 2, block_size=4, query_block=1)
-
-  @pytest.mark.slow
-  def test_members_keep_their_scores(self):
-    """Replay and rollout on a mesh give what one device gives."""
-    model, params = build("tiny-hybrid")
-    group = make_group(ROOM)
-
-    def run(params):
-      state = capture(model, params, PROMPT, chunk_size=CHUNK)
-      scores = replay(model, params, state, group.responses, group.lengths)
-      sampled = rollout(
-        model, params, state, jax.random.key(5), group_size=4, max_tokens=4
-      )
-      return scores, sampled.responses, sampled.old_logprobs
-
-    expected = run(params)
-    mesh = make_mesh(4, 2)
-    with jax.set_mesh(mesh):
-      found = run(place_at_rest(params, mesh))
-    np.testing.assert_array_equal(found[1], expected[1])
-    for a, b in zip(found[::2], expected[::2], strict=True):
-      np.testing.assert_allclose(a, b, atol=1e-12)
 
   def test_weights_and_gradients_are_shared_out(self):
     model, params = build("tiny-hybrid")
