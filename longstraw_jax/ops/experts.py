@@ -26,9 +26,17 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from longstraw_jax.ops.precision import wide_dtype, wide_einsum
+from longstraw_jax.ops.dealing import (
+  member_specs,
+  members_divide,
+  sum_members,
+  sum_to_tokens,
+  token_specs,
+)
+from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
 from longstraw_jax.sharding import (
   MESH_AXES,
   WHOLE,
@@ -117,32 +125,65 @@ def _matrix(matrices, expert, dtype):
 # --- Experts on several devices --------------------------------------------
 
 
-def _expert_shards(num_experts: int) -> int:
-  """Devices that share the experts; 1 where they cannot be dealt evenly."""
-  shards = num_shards("experts")
-  return shards if num_experts % shards == 0 else 1
+@dataclasses.dataclass(frozen=True)
+class _Dealt:
+  """How the devices of the current mesh share one call.
 
+  Attributes:
+    experts: devices among which the experts are dealt; 1 where they cannot be
+      dealt evenly.
+    members: whether the tokens are those of members that are dealt, too.
+  """
 
-def _expert_specs(matrices: Tree) -> Tree:
-  return jax.tree.map(lambda x: spec("experts"), matrices)
+  experts: int
+  members: bool
 
+  @classmethod
+  def of(cls, num_experts: int, folded: bool) -> "_Dealt":
+    shards = num_shards("experts")
+    return cls(
+      experts=shards if num_experts % shards == 0 else 1,
+      members=folded and num_shards("members") > 1,
+    )
 
-def _on_experts(shards: int, fn, in_specs, out_specs):
-  """`fn` as every device runs it on its experts."""
-  return fn if shards == 1 else per_device(fn, in_specs, out_specs)
+  def run(self, fn, in_specs, out_specs):
+    """`fn` as every device runs it on its experts and members."""
+    if self.experts == 1 and not self.members:
+      return fn
+    return per_device(fn, in_specs, out_specs)
 
+  @property
+  def tokens(self) -> PartitionSpec:
+    """Of what goes in: experts on any device may be asked for."""
+    return member_specs(self.members)
 
-def _held(shards: int, routed, matrices):
-  """The same tokens, their experts counted from the first one held here."""
-  if shards == 1:
-    return routed
-  held = matrices.down.shape[0]
-  first = held * lax.axis_index(MESH_AXES["experts"])
-  return routed.replace(experts=routed.experts - first)
+  def summed(self, tokens: int) -> PartitionSpec:
+    """Of what sum_experts leaves of [T, ...]."""
+    if self.experts == 1:
+      return self.tokens
+    return token_specs(tokens, self.members)
 
+  def matrices(self, tree: Tree) -> Tree:
+    held = WHOLE if self.experts == 1 else spec("experts")
+    return jax.tree.map(lambda x: held, tree)
 
-def _sum_experts(shards: int, tree: Tree) -> Tree:
-  return tree if shards == 1 else lax.psum(tree, MESH_AXES["experts"])
+  def held(self, routed: "_Routed", matrices: "_Matrices") -> "_Routed":
+    """The same tokens, their experts counted from the first one held here."""
+    if self.experts == 1:
+      return routed
+    held = matrices.down.shape[0]
+    first = held * lax.axis_index(MESH_AXES["experts"])
+    return routed.replace(experts=routed.experts - first)
+
+  def sum_experts(self, x_TD: Array) -> Array:
+    """What the chosen experts add up to, for this device's share of tokens."""
+    return x_TD if self.experts == 1 else sum_to_tokens(x_TD)
+
+  def sum_members(self, dmatrix: Array) -> Array:
+    """A gradient's sum over members, which narrow matrices do not round."""
+    if not self.members:
+      return dmatrix
+    return sum_members(widen(dmatrix)).astype(dmatrix.dtype)
 
 
 # --- The two loops ---------------------------------------------------------
@@ -174,16 +215,17 @@ class _Wanted:
   down: bool
 
 
-def _forward(row_block: int, routed: _Routed, matrices: _Matrices):
+def _forward(row_block, folded, routed: _Routed, matrices: _Matrices):
   """Every device multiplies by the experts that it holds."""
-  shards = _expert_shards(matrices.down.shape[0])
-  call = functools.partial(_forward_part, row_block, shards)
-  specs = (WHOLE, _expert_specs(matrices))
-  return _on_experts(shards, call, specs, WHOLE)(routed, matrices)
+  dealt = _Dealt.of(matrices.down.shape[0], folded)
+  call = functools.partial(_forward_part, row_block, dealt)
+  specs = (dealt.tokens, dealt.matrices(matrices))
+  summed = dealt.summed(routed.x.shape[0])
+  return dealt.run(call, specs, summed)(routed, matrices)
 
 
-def _forward_part(row_block, shards, routed: _Routed, matrices: _Matrices):
-  routed = _held(shards, routed, matrices)
+def _forward_part(row_block, dealt, routed: _Routed, matrices: _Matrices):
+  routed = dealt.held(routed, matrices)
   x_TD, choices = routed.x, routed.experts.shape[1]
   plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
   wide = wide_dtype(x_TD.dtype)
@@ -202,7 +244,7 @@ def _forward_part(row_block, shards, routed: _Routed, matrices: _Matrices):
 
   y_TD = jnp.zeros(x_TD.shape, wide)
   y_TD = lax.fori_loop(0, plan.blocks[-1], body, y_TD)
-  return _sum_experts(shards, y_TD).astype(x_TD.dtype)
+  return dealt.sum_experts(y_TD).astype(x_TD.dtype)
 
 
 @struct.dataclass
@@ -235,24 +277,26 @@ class _Sum:
     return _Sum(one=one, everyone=everyone)
 
 
-def _backward(row_block, wanted: _Wanted, routed: _Routed, matrices, dy_TD):
+def _backward(row_block, folded, wanted, routed, matrices, dy_TD):
   """Gradients of x, of the weights and of the matrices that are wanted."""
-  shards = _expert_shards(matrices.down.shape[0])
-  call = functools.partial(_backward_part, row_block, shards, wanted)
-  dmatrices = _Matrices(
-    gate_up=spec("experts") if wanted.gate_up else None,
-    down=spec("experts") if wanted.down else None,
+  dealt = _Dealt.of(matrices.down.shape[0], folded)
+  call = functools.partial(_backward_part, row_block, dealt, wanted)
+  dmatrices = dealt.matrices(
+    _Matrices(
+      gate_up=matrices.gate_up if wanted.gate_up else None,
+      down=matrices.down if wanted.down else None,
+    )
   )
-  return _on_experts(
-    shards,
+  summed = dealt.summed(dy_TD.shape[0])
+  return dealt.run(
     call,
-    (WHOLE, _expert_specs(matrices), WHOLE),
-    (WHOLE, WHOLE, dmatrices),
+    (dealt.tokens, dealt.matrices(matrices), dealt.tokens),
+    (summed, summed, dmatrices),
   )(routed, matrices, dy_TD)
 
 
-def _backward_part(row_block, shards, wanted, routed, matrices, dy_TD):
-  routed = _held(shards, routed, matrices)
+def _backward_part(row_block, dealt, wanted: _Wanted, routed, matrices, dy_TD):
+  routed = dealt.held(routed, matrices)
   x_TD, choices = routed.x, routed.experts.shape[1]
   plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
   narrow, wide = x_TD.dtype, wide_dtype(x_TD.dtype)
@@ -294,13 +338,12 @@ def _backward_part(row_block, shards, wanted, routed, matrices, dy_TD):
   )
   carry = lax.fori_loop(0, plan.blocks[-1], body, carry)
   dx_TD, dweights, dgate_up, ddown = carry
-  dx_TD, dweights = _sum_experts(shards, (dx_TD, dweights))
+  dweights_TA = dweights.reshape(routed.weights.shape)
+  total = lambda one: one and dealt.sum_members(one.everyone)
   return (
-    dx_TD.astype(x_TD.dtype),
-    dweights.reshape(routed.weights.shape).astype(routed.weights.dtype),
-    _Matrices(
-      gate_up=dgate_up and dgate_up.everyone, down=ddown and ddown.everyone
-    ),
+    dealt.sum_experts(dx_TD).astype(x_TD.dtype),
+    dealt.sum_experts(dweights_TA).astype(routed.weights.dtype),
+    _Matrices(gate_up=total(dgate_up), down=total(ddown)),
   )
 
 
@@ -341,30 +384,31 @@ def _one_by_one(function, axis_size, batched, args):
 
 
 @functools.cache
-def _forward_members(row_block: int):
+def _forward_members(row_block: int, folded: bool = False):
   """The forward pass with its own rule for a batch of members."""
 
   @custom_vmap
   def forward(routed, matrices):
-    return _forward(row_block, routed, matrices)
+    return _forward(row_block, folded, routed, matrices)
 
   @forward.def_vmap
   def rule(axis_size, batched, routed, matrices):
     if _any(batched[1]):
       return _one_by_one(forward.fun, axis_size, batched, (routed, matrices))
     routed = _fold(_give_members(axis_size, batched[0], routed))
-    return _unfold(forward(routed, matrices), axis_size), True
+    together = _forward_members(row_block, members_divide(axis_size))
+    return _unfold(together(routed, matrices), axis_size), True
 
   return forward
 
 
 @functools.cache
-def _backward_members(row_block: int, wanted: _Wanted):
+def _backward_members(row_block: int, wanted: _Wanted, folded: bool = False):
   """The backward pass with the same rule; see expert_mlp on its sums."""
 
   @custom_vmap
   def backward(routed, matrices, dy_TD):
-    return _backward(row_block, wanted, routed, matrices, dy_TD)
+    return _backward(row_block, folded, wanted, routed, matrices, dy_TD)
 
   @backward.def_vmap
   def rule(axis_size, batched, routed, matrices, dy_TD):
@@ -376,7 +420,8 @@ def _backward_members(row_block: int, wanted: _Wanted):
     routed, dy_TD = _give_members(
       axis_size, (batched[0], batched[2]), (routed, dy_TD)
     )
-    dx, dweights, dmatrices = backward(_fold(routed), matrices, _fold(dy_TD))
+    together = _backward_members(row_block, wanted, members_divide(axis_size))
+    dx, dweights, dmatrices = together(_fold(routed), matrices, _fold(dy_TD))
     dx, dweights = _unfold((dx, dweights), axis_size)
     out = dx, dweights, dmatrices
     return out, (True, True, _every(dmatrices, False))
@@ -472,17 +517,27 @@ def _product_in_blocks(row_block: int, x_TD, w_DE):
   return y_BE.reshape(-1, w_DE.shape[1])[:tokens]
 
 
+def _product(row_block: int, folded: bool, x_TD, w_DE):
+  """Every device has its share of the tokens, where they can be dealt."""
+  call = functools.partial(_product_in_blocks, row_block)
+  tokens = token_specs(x_TD.shape[0], folded)
+  if tokens == WHOLE or num_shards("tokens") * num_shards("members") == 1:
+    return call(x_TD, w_DE)
+  return per_device(call, (tokens, WHOLE), tokens)(x_TD, w_DE)
+
+
 @functools.cache
-def _product_members(row_block: int):
+def _product_members(row_block: int, folded: bool = False):
   @custom_vmap
   def product(x_TD, w_DE):
-    return _product_in_blocks(row_block, x_TD, w_DE)
+    return _product(row_block, folded, x_TD, w_DE)
 
   @product.def_vmap
   def rule(axis_size, batched, x_TD, w_DE):
     if batched[1]:
       return _one_by_one(product.fun, axis_size, batched, (x_TD, w_DE))
-    return _unfold(product(_fold(x_TD), w_DE), axis_size), True
+    together = _product_members(row_block, members_divide(axis_size))
+    return _unfold(together(_fold(x_TD), w_DE), axis_size), True
 
   return product
 

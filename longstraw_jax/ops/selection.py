@@ -20,13 +20,15 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from longstraw_jax.ops.dealing import (
+  gather_tokens,
+  share_of_tokens,
+)
 from longstraw_jax.ops.pages import Segment, on_owners, row_specs
 from longstraw_jax.ops.pages.segment import Place, block_trips, read_slots
 from longstraw_jax.ops.pages.striping import (
-  gather_queries,
   lists_by_query,
   num_owners,
-  share_of_tokens,
 )
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
 from longstraw_jax.sharding import WHOLE
@@ -83,7 +85,7 @@ def best_of_owners(best, part):
   even_up = lambda tree: jax.tree.map(lambda x: _padded(x, even), tree)
   own = jax.tree.map(share_of_tokens, even_up(best))
   merged = best_of_all(own, lists_by_query(even_up(part)))
-  return jax.tree.map(lambda x: x[:queries], gather_queries(merged))
+  return jax.tree.map(lambda x: x[:queries], gather_tokens(merged))
 
 
 def _padded(x: Array, size: int) -> Array:

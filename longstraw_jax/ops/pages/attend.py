@@ -9,6 +9,13 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from longstraw_jax.ops.dealing import (
+  member_specs,
+  members_divide,
+  sum_members,
+  sum_to_tokens,
+  token_specs,
+)
 from longstraw_jax.ops.pages.own import normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
@@ -23,13 +30,8 @@ from longstraw_jax.ops.pages.segment import (
 )
 from longstraw_jax.ops.pages.striping import (
   join_owners,
-  member_specs,
-  members_divide,
   on_owners,
   row_specs,
-  sum_members,
-  sum_to_tokens,
-  token_specs,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
 from longstraw_jax.sharding import WHOLE

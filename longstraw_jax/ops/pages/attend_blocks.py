@@ -10,6 +10,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
+from longstraw_jax.ops.dealing import (
+  member_specs,
+  members_divide,
+  sum_members,
+)
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
   PAGE_ATTENTION,
@@ -23,11 +28,8 @@ from longstraw_jax.ops.pages.segment import (
 )
 from longstraw_jax.ops.pages.striping import (
   max_owners,
-  member_specs,
-  members_divide,
   on_owners,
   row_specs,
-  sum_members,
   sum_owners,
 )
 from longstraw_jax.ops.precision import widen

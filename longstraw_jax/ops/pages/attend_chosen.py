@@ -10,6 +10,11 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from longstraw_jax.ops.dealing import (
+  gather_tokens,
+  sum_to_tokens,
+  token_specs,
+)
 from longstraw_jax.ops.pages.own import merge, normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
@@ -23,14 +28,11 @@ from longstraw_jax.ops.pages.segment import (
 )
 from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import (
-  gather_queries,
   join_owners,
   num_owners,
   on_owners,
   row_specs,
   sum_owners,
-  sum_to_tokens,
-  token_specs,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
 from longstraw_jax.sharding import WHOLE, num_shards, per_device
@@ -131,7 +133,7 @@ def _forward_dealt(sizes: _Sizes, dealt: bool, queries, rows, place):
 
   def together(queries):
     if dealt:
-      queries = gather_queries(queries)
+      queries = gather_tokens(queries)
     return join_owners(*_forward_part(sizes, queries, rows, place))
 
   if place.striping is None:
@@ -196,7 +198,7 @@ def _backward_owners(sizes: _Sizes, queries, rows, place, tap):
   def part(queries, rows, place, tap):
     def together(tap, queries):
       if tokens != WHOLE:
-        queries = gather_queries(queries)
+        queries = gather_tokens(queries)
       dq, tap = _backward_part(sizes, queries, rows, place, tap)
       return tap, sum_to_tokens(dq)
 

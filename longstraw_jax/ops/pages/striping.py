@@ -14,16 +14,10 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from longstraw_jax.sharding import (
-  MESH_AXES,
-  WHOLE,
-  num_shards,
-  per_device,
-  spec,
-)
+from longstraw_jax.ops.dealing import share_of_tokens, sum_to_tokens
+from longstraw_jax.sharding import MESH_AXES, num_shards, per_device, spec
 from longstraw_jax.types import Tree
 
 _ROWS = MESH_AXES["rows"]
@@ -110,16 +104,6 @@ def on_owners(
   return per_device(fn, in_specs, out_specs)
 
 
-def members_divide(number: int) -> bool:
-  """Whether the mesh deals so many members to its devices evenly."""
-  return number % num_shards("members") == 0
-
-
-def member_specs(folded: bool) -> PartitionSpec:
-  """Specs of what has a row a token, of several members where folded."""
-  return spec("members") if folded else WHOLE
-
-
 def num_owners() -> int:
   """How many there are; inside on_owners."""
   return lax.axis_size(_ROWS)
@@ -128,42 +112,6 @@ def num_owners() -> int:
 def sum_owners(tree: Tree) -> Tree:
   """Sums what the owners computed; inside on_owners."""
   return lax.psum(tree, _ROWS)
-
-
-def token_specs(tokens: int, folded: bool = False) -> PartitionSpec:
-  """Specs of what sum_to_tokens leaves of [T, ...].
-
-  Args:
-    tokens: T, of all members together.
-    folded: whether they are those of members dealt to the devices.
-  """
-  members = num_shards("members") if folded else 1
-  axes = [MESH_AXES["members"]] if folded else []
-  if tokens // members % num_shards("tokens") == 0:
-    axes.append(MESH_AXES["tokens"])
-  return PartitionSpec(tuple(axes)) if axes else WHOLE
-
-
-def share_of_tokens(x: Array) -> Array:
-  """This owner's share of [T, ...] that all have; inside on_owners.
-
-  All of it where the owners do not divide T.
-  """
-  share, rest = divmod(x.shape[0], num_owners())
-  if rest:
-    return x
-  first = lax.axis_index(_ROWS) * share
-  return lax.dynamic_slice_in_dim(x, first, share)
-
-
-def sum_to_tokens(x: Array) -> Array:
-  """sum_owners, after which each has its share of the tokens [T, ...].
-
-  All of them where the owners do not divide T. Inside on_owners.
-  """
-  if x.shape[0] % num_owners():
-    return sum_owners(x)
-  return lax.psum_scatter(x, _ROWS, scatter_dimension=0, tiled=True)
 
 
 def join_owners(o: Array, top: Array, total: Array):
@@ -197,13 +145,3 @@ def lists_by_query(tree: Tree) -> Tree:
     lax.all_to_all, axis_name=_ROWS, split_axis=0, concat_axis=1, tiled=True
   )
   return jax.tree.map(send, tree)
-
-
-def gather_queries(tree: Tree) -> Tree:
-  """[Q / n, A] of owners' queries as [Q, A] of all; inside on_owners."""
-  return lax.all_gather(tree, _ROWS, axis=0, tiled=True)
-
-
-def sum_members(tree: Tree) -> Tree:
-  """Sums over members on other devices; inside on_owners."""
-  return lax.psum(tree, MESH_AXES["members"])
