@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longstraw_jax.ops.experts import (
+  LayerOf,
   dense_expert_mlp,
   expert_mlp,
   rowwise_product,
@@ -243,6 +244,49 @@ class ExpertsTest(parameterized.TestCase):
     self.assertLess(frozen - forward, one_layer / 4)
     trained = temporaries(jax.grad(loss, (0, 1, 3)), *args)
     self.assertGreater(trained - forward, one_layer / 2)
+
+  @parameterized.parameters((), (M,))
+  def test_a_layer_is_read_in_the_stack(self, *members):
+    (x, gate_up, down, weights), ids, dy = arrays(7, 2, 5, members)
+    stack = lambda matrix: jnp.stack([-matrix, matrix, 2 * matrix])
+
+    def run(x, weights, gate_up, down):
+      call = lambda x, w, ids: blocks(4)(x, gate_up, down, w, ids)
+      call = jax.vmap(call) if members else call
+      y, pull_back = jax.vjp(lambda x, w: call(x, w, ids), x, weights)
+      return y, pull_back(dy)
+
+    layer = lambda matrix: LayerOf(stack(matrix), jnp.int32(1))
+    got = jax.jit(run)(x, weights, layer(gate_up), layer(down))
+    wanted = jax.jit(run)(x, weights, gate_up, down)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+    def loss(stacked):
+      one = LayerOf(stacked, jnp.int32(1))
+      return blocks(4)(x, one, down, weights, ids).sum()
+
+    if not members:
+      with self.assertRaisesRegex(ValueError, "frozen experts.*Model.split"):
+        jax.grad(loss)(stack(gate_up))
+
+  def test_a_layer_in_the_stack_is_not_copied(self):
+    layers, tokens, experts, f32 = 3, 16, 512, jnp.float32
+    shape = jax.ShapeDtypeStruct
+    x, weights = shape((tokens, D), f32), shape((tokens, 2), f32)
+    gate_up = shape((layers, experts, D, 2 * F), f32)
+    down = shape((layers, experts, F, D), f32)
+
+    def loss(x, gate_up, down, weights, ids):
+      def body(x, index):
+        matrices = (LayerOf(m, index) for m in (gate_up, down))
+        return x + blocks(8)(x, *matrices, weights, ids), None
+
+      layers_of = jnp.arange(layers, dtype=jnp.int32)
+      return (lax.scan(jax.checkpoint(body), x, layers_of)[0] ** 2).sum()
+
+    args = x, gate_up, down, weights, shape((tokens, 2), jnp.int32)
+    used = temporaries(jax.grad(loss, (0, 3)), *args)
+    self.assertLess(used, 4 * gate_up.size // layers / 4)
 
   def test_memory_does_not_grow_with_choices_or_experts(self):
     """The program is one for all routings, so its plan is the worst case."""

@@ -22,6 +22,7 @@ from longstraw_jax import (
   place_at_rest,
   replay,
   rollout,
+  split_params,
 )
 from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.selection import best_of_all
@@ -58,9 +59,17 @@ def oracle(name: str, scope: str, chunk: int):
 
 
 def on_mesh(
-  name, scope, context, member, chunk=CHUNK, query_block=16, **options
+  name,
+  scope,
+  context,
+  member,
+  chunk=CHUNK,
+  query_block=16,
+  trainable=lambda path: True,
+  **options,
 ):
   model, params = build(name, query_block=query_block)
+  params = model.split(params.merged(), trainable)
   mesh = make_mesh(context, member)
   with jax.set_mesh(mesh):
     return group_gradient(
@@ -80,6 +89,8 @@ def check(name, scope, context, member, chunk=CHUNK, **options) -> None:
   expected_loss, expected = oracle(name, scope, chunk)
   loss, grads = on_mesh(name, scope, context, member, chunk, **options)
   np.testing.assert_allclose(loss, expected_loss, 1e-12)
+  if "trainable" in options:
+    expected = split_params(expected, options["trainable"]).trainable
   assert_gradients_close(jax.device_get(grads), expected, 1e-12)
 
 
@@ -119,6 +130,12 @@ class EveryMeshTest(parameterized.TestCase):
     np.testing.assert_array_equal(found[1], expected[1])
     for a, b in zip(found[::2], expected[::2], strict=True):
       np.testing.assert_allclose(a, b, atol=1e-12)
+
+  @parameterized.parameters((2, 2), (4, 1), (1, 4))
+  def test_frozen_experts(self, *shape):
+    """Those are read in the stack of all layers."""
+    learns = lambda path: "experts_" not in path
+    check("tiny-moe", "full", *shape, trainable=learns)
 
   def test_thirty_two_devices(self):
     """The number of devices is a process's own: another one is started."""

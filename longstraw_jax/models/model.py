@@ -16,6 +16,7 @@ from longstraw_jax.config import LayerSpec, ModelConfig
 from longstraw_jax.models.contract import State, Update
 from longstraw_jax.models.layers import NORMS, PROJECTION
 from longstraw_jax.models.registry import FFNS, MIXERS, build
+from longstraw_jax.ops.experts import LayerOf
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
 from longstraw_jax.ops.pages import (
   PAGE_ATTENTION,
@@ -104,6 +105,11 @@ class Block(nn.Module):
       return x_TD + self.ffn(normed), update
     y_TD, chosen = self.ffn(normed, state.choices)
     return x_TD + y_TD, update.replace(choices=update.choices | chosen)
+
+  @nn.nowrap
+  def stacked(self) -> tuple[tuple[str, ...], ...]:
+    """Paths of parameters that, frozen, are read in the stack of all layers."""
+    return tuple(("ffn", name) for name in getattr(self.ffn, "stacked", ()))
 
   @nn.nowrap
   def is_constant(self, path: str) -> bool:
@@ -315,12 +321,13 @@ class Model:
       views = [s.replace(rows=s.rows[name], taps=None) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
       follow = {} if choices is None else choices[name]
+      scanned, stacked = self._apart(i, tree[name], params.frozen.get(name, {}))
       index = jnp.arange(stage.repeats, dtype=jnp.int32)
       written = None if write is None else views[-1].rows
       (x_TD, own_taps, written), outputs = lax.scan(
-        functools.partial(body, views, write),
+        functools.partial(body, stacked, views, write),
         (x_TD, own_taps, written),
-        (tree[name], carry[name], follow, index),
+        (scanned, carry[name], follow, index),
       )
       rows[name], new_carry[name], chosen[name] = outputs
       if write is not None:
@@ -336,12 +343,31 @@ class Model:
     x_TD = norm.apply(weight, x_TD)
     return Hidden(x_TD, rows, new_carry, taps, chosen)
 
-  def _layer(self, blocks, span, views, write, running, inputs):
+  def _apart(self, stage: int, tree: Tree, frozen: Tree) -> tuple[Tree, dict]:
+    """A stage's parameters that the scan cuts, and by path those it does not.
+
+    The latter are frozen, so that no gradient has to be stacked.
+    """
+    frozen = traverse_util.flatten_dict(frozen)
+    flat = traverse_util.flatten_dict(tree)
+    stacked = {
+      (f"layer_{j}", *path): flat.pop((f"layer_{j}", *path))
+      for j, block in enumerate(self.blocks[stage])
+      for path in block.stacked()
+      if (f"layer_{j}", *path) in frozen
+    }
+    return traverse_util.unflatten_dict(flat), stacked
+
+  def _layer(self, blocks, span, stacked, views, write, running, inputs):
     """One repeat of a stage's pattern; the scan's body."""
     x_TD, taps, written = running
     if write is not None:
       views = [*views[:-1], views[-1].replace(rows=written)]
     params, carry, choices, index = inputs
+    if stacked:
+      one = {path: LayerOf(x, index) for path, x in stacked.items()}
+      flat = traverse_util.flatten_dict(params) | one
+      params = traverse_util.unflatten_dict(flat)
     rows, new_carry, chosen, shared = {}, {}, {}, {}
     for j, block in enumerate(blocks):
       name = f"layer_{j}"

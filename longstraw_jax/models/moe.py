@@ -92,6 +92,7 @@ class _MoE(nn.Module):
   param_dtype: str
 
   chooses: ClassVar[bool] = True
+  stacked: ClassVar[tuple[str, ...]] = ("experts_gate_up", "experts_down")
 
   @nn.compact
   def __call__(

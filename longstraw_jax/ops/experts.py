@@ -110,12 +110,40 @@ def _take(array, indices):
   return array.at[indices].get(mode="fill", fill_value=0)
 
 
+@struct.dataclass
+class LayerOf:
+  """One layer's matrices, read where those of all layers are.
+
+  A constant: no copy of the layer is made, and no gradient.
+
+  Attributes:
+    stack: [L, E, I, O], an array or a stored form.
+    layer: which of the L.
+  """
+
+  stack: Tree
+  layer: Int[Array, ""]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the one layer."""
+    return self.stack.shape[1:]
+
+
 def _matrix(matrices, expert, dtype):
   """One expert's matrix as the products take it.
 
   Matrices in a stored form (see longstraw_jax.nf4) are expanded one by one.
   """
-  take = lambda x: lax.dynamic_index_in_dim(x, expert, 0, False)
+  at = (expert,)
+  if isinstance(matrices, LayerOf):
+    matrices, at = matrices.stack, (matrices.layer, expert)
+
+  def take(x):
+    rest = x.shape[len(at) :]
+    starts = (*at, *(jnp.int32(0) for _ in rest))
+    return lax.dynamic_slice(x, starts, (*(1 for _ in at), *rest)).reshape(rest)
+
   matrix = jax.tree.map(take, matrices)
   if hasattr(matrix, "expand"):
     matrix = matrix.expand()
@@ -164,8 +192,16 @@ class _Dealt:
     return token_specs(tokens, self.members)
 
   def matrices(self, tree: Tree) -> Tree:
-    held = WHOLE if self.experts == 1 else spec("experts")
-    return jax.tree.map(lambda x: held, tree)
+    """Of matrices: each device has those of its experts."""
+
+    def specs(x):
+      if isinstance(x, LayerOf):
+        stack = jax.tree.map(lambda _: spec(None, *held), x.stack)
+        return LayerOf(stack=stack, layer=WHOLE)
+      return spec(*held)
+
+    held = () if self.experts == 1 else ("experts",)
+    return jax.tree.map(specs, tree, is_leaf=lambda x: isinstance(x, LayerOf))
 
   def held(self, routed: "_Routed", matrices: "_Matrices") -> "_Routed":
     """The same tokens, their experts counted from the first one held here."""
@@ -447,6 +483,15 @@ def _expert_mlp_fwd(row_block, x_TD, weights_TA, gate_up, down, experts_TA):
   perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree))
   matrices = _Matrices(gate_up=value(gate_up), down=value(down))
   wanted = _Wanted(gate_up=perturbed(gate_up), down=perturbed(down))
+  for one, has_gradient in (
+    (matrices.gate_up, wanted.gate_up),
+    (matrices.down, wanted.down),
+  ):
+    if has_gradient and isinstance(one, LayerOf):
+      raise ValueError(
+        f"a gradient of frozen experts {one.shape} was asked for: make them "
+        "trainable (Model.split)"
+      )
   y_TD = _forward_members(row_block)(routed, matrices)
   return y_TD, (routed, matrices, wanted)
 
@@ -489,7 +534,7 @@ def expert_mlp(
       ignored, adds exactly zero to every gradient. It must be finite.
     gate_up_EDF: [gate; up] side by side. Multiplied in the dtype of x.
     down_EFD: the way back. Either may be stored in another form that expands
-      to it (see longstraw_jax.nf4), which then is a constant.
+      to it (see longstraw_jax.nf4), or be a LayerOf; it then is a constant.
     experts_TA: ids, distinct within a token. An id outside [0, E) adds
       nothing, so that a device may hold a part of the experts.
     weights_TA: the mixture, float32 or wider.
