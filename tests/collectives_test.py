@@ -65,6 +65,8 @@ def moved(text: str, name: str) -> list[int]:
 class CollectivesTest(absltest.TestCase):
   def check(self, text, value, keys=0):
     """What the docstrings state; a page's rows of one layer are far more."""
+    for name in ("all-reduce", "reduce-scatter", "all-gather"):
+      print(f"{name} of a chunk: {4 * sum(moved(text, name))} bytes a device")
     per_query, share = TOKENS * HEADS, TOKENS * HEADS // DEVICES
     self.assertEqual(moved(text, "all-reduce"), [per_query])
     self.assertEqual(
