@@ -72,7 +72,7 @@ def from_leader(
   error, value = None, np.zeros(shape, np.float32)
   if is_leader():
     try:
-      value = compute()
+      value = np.asarray(compute(), np.float32)
     except Exception as raised:  # told to the others first
       error = raised
   failed, value = multihost_utils.broadcast_one_to_all(
@@ -83,3 +83,14 @@ def from_leader(
   if failed:
     raise PeerError("process 0 stopped; its own message says why")
   return np.asarray(value)
+
+
+def fetch(x) -> np.ndarray:
+  """An array's values, in every process, also where others hold parts of it.
+
+  Every process must ask for the same arrays in the same order. The whole array
+  is on every device for a moment: give parts of what is large.
+  """
+  if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    return np.asarray(x)
+  return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -4,9 +4,11 @@ A state is one safetensors file: every array of the PromptState by its path,
 and as metadata a stamp of JSON with the model's configuration and a digest of
 every leaf of the weights. A state read under other weights would be silently
 wrong, so loading compares both. Rows are in the order of the sequence, however
-many devices share them on the mesh that wrote the file or reads it.
+many devices share them on the mesh that wrote the file or reads it, and however
+many processes: the first writes, all of them read, from a disk that they share.
 """
 
+from collections.abc import Iterator
 import dataclasses
 import functools
 import hashlib
@@ -18,7 +20,7 @@ from flax import traverse_util
 import jax
 from jax import Array
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from longstraw_jax.checks import (
@@ -26,16 +28,26 @@ from longstraw_jax.checks import (
   differences,
   listed,
 )
+from longstraw_jax.distributed import fetch, from_leader, is_leader
 from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import (
   Striping,
   check_place,
+  on_host,
+  on_owners,
   row_specs,
+  take_layer,
   to_host,
 )
-from longstraw_jax.sharding import carry_specs
-from longstraw_jax.state import PromptState, named_leaves, tree_zeros
+from longstraw_jax.sharding import WHOLE
+from longstraw_jax.state import (
+  PromptState,
+  named_leaves,
+  saved_carry,
+  state_specs,
+  tree_zeros,
+)
 from longstraw_jax.weights.safetensors_files import (
   SafetensorsSource,
   write_safetensors_file,
@@ -64,6 +76,7 @@ def save_state(
   """Writes a captured state, one array on the host at a time.
 
   The file appears when it is complete, in place of an older one of its name.
+  With several processes all of them call this, and it is there when it returns.
 
   Args:
     path: of the file; its folder is made if absent.
@@ -74,10 +87,9 @@ def save_state(
     state: one prompt's, from capture or extend.
 
   Raises:
-    ValueError: a state with a batch axis or of another model, or a program of
-      several processes.
+    ValueError: a state with a batch axis or of another model.
+    PeerError: process 0 could not write it; its own message says why.
   """
-  _check_one_process()
   check_one_prompt(state)
   stamp = {
     "grad_scope": state.grad_scope,
@@ -92,12 +104,28 @@ def save_state(
   lines = _misfits(tensors, _blank(model, stamp))
   if lines:
     raise ValueError("the state is not of this model: " + "; ".join(lines))
-  read = lambda name, x: functools.partial(_collected, state.striping, name, x)
-  write_safetensors_file(
-    path,
-    [(tensors[name], read(name, x)) for name, x in leaves.items()],
-    {"format": FORMAT, "stamp": json.dumps(stamp)},
-  )
+  left = list(leaves)  # a process that does not write reads along
+
+  def read(name: str) -> np.ndarray:
+    left.remove(name)
+    return _collected(state.striping, name, leaves[name])
+
+  def read_along() -> None:
+    while left and jax.process_count() > 1:
+      read(left[0])
+
+  def write() -> np.ndarray:
+    items = [(tensors[name], functools.partial(read, name)) for name in leaves]
+    metadata = {"format": FORMAT, "stamp": json.dumps(stamp)}
+    try:
+      write_safetensors_file(path, items, metadata)
+    finally:
+      read_along()
+    return np.zeros(())
+
+  if not is_leader():
+    read_along()
+  from_leader(write, ())
 
 
 def load_state(
@@ -121,10 +149,8 @@ def load_state(
   Raises:
     FileNotFoundError: there is no such file.
     ValueError: it is no whole file of a state, or belongs to another
-      configuration or other weights; names what differs. Or there are
-      several processes.
+      configuration or other weights; names what differs.
   """
-  _check_one_process()
   check_place(pages)
   path = pathlib.Path(path)
   if not path.is_file():
@@ -141,41 +167,56 @@ def load_state(
   if lines:
     raise _refuse(path, "; ".join(lines))
   _check_weights(path, stamp["weights"], params, stamp["grad_scope"])
+  specs = named_leaves(state_specs(like))
   arrays = [
-    _dealt(like.striping, name, source.read(name), pages == "host")
+    _dealt(like.striping, name, source.read(name), specs[name], pages)
     for name in named_leaves(like)
   ]
   return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
-def _check_one_process() -> None:
-  number = jax.process_count()
-  if number > 1:
-    raise ValueError(
-      f"a state is written and read by one process, here are {number}: capture "
-      "it where it is used"
-    )
-
-
 def _collected(striping: Striping | None, name: str, x: Array) -> np.ndarray:
   """An array on the host, rows in the order of the sequence."""
   dealt = striping is not None and name.startswith(PAGES)
-  return striping.collect(np.asarray(x)) if dealt else np.asarray(x)
+  values = _fetched(striping, name, x)
+  return striping.collect(values) if dealt else values
+
+
+def _fetched(striping: Striping | None, name: str, x: Array) -> np.ndarray:
+  """An array on the host; of other processes, a layer or a chunk at a time."""
+  if x.is_fully_addressable or x.ndim == 0:
+    return fetch(x)
+  take = lambda x, i: x[i]
+  if on_host(x) and name.startswith(PAGES):
+    specs = row_specs(x)
+    cut = on_owners(striping, take_layer, (specs, WHOLE), specs)
+    take = lambda x, i: cut(x, i)[0]
+  elif on_host(x):
+    take = functools.partial(saved_carry, striping=striping)
+  take = jax.jit(take)
+  values = np.empty(x.shape, x.dtype)
+  for i in range(x.shape[0]):
+    values[i] = fetch(take(x, jnp.int32(i)))
+  return values
 
 
 def _dealt(
-  striping: Striping | None, name: str, x: np.ndarray, host: bool
+  striping: Striping | None,
+  name: str,
+  x: np.ndarray,
+  spec: PartitionSpec,
+  pages: str,
 ) -> Array:
   """The inverse of _collected, on the current mesh's devices or their host."""
-  rows = name.startswith(PAGES)
-  host = host and (rows or name.startswith(SAVED))
-  # Copies, as the file may change.
-  if striping is None or not (rows or host):
-    return to_host(x.copy()) if host else jnp.array(x)
-  specs = row_specs(x) if rows else carry_specs(x, lead=2)
-  x = striping.deal(x.copy()) if rows else x.copy()
-  mesh, kind = jax.sharding.get_mesh(), "pinned_host" if host else None
-  return jax.device_put(x, NamedSharding(mesh, specs, memory_kind=kind))
+  x = x.copy()  # the file may change
+  host = pages == "host" and name.startswith((PAGES, SAVED))
+  mesh = jax.sharding.get_mesh()
+  if mesh.empty:
+    return to_host(x) if host else jnp.asarray(x)
+  if striping is not None and name.startswith(PAGES):
+    x = striping.deal(x)
+  kind = "pinned_host" if host else None
+  return jax.device_put(x, NamedSharding(mesh, spec, memory_kind=kind))
 
 
 def weight_digests(params: Params, grad_scope: str) -> dict[str, str]:
@@ -198,8 +239,17 @@ def _digest(leaf: Array) -> str:
   kind = f"{jnp.dtype(leaf.dtype).name} {list(leaf.shape)}"
   found = hashlib.sha256(kind.encode())
   for part in jax.tree.leaves(leaf):
-    found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    for values in _in_order(part):
+      found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
   return found.hexdigest()
+
+
+def _in_order(x: Array) -> Iterator[np.ndarray]:
+  """The values of an array; of other processes, and stacked, one by one."""
+  if getattr(x, "is_fully_addressable", True) or x.ndim < 3:
+    yield fetch(x)
+  else:
+    yield from (fetch(x[i]) for i in range(x.shape[0]))
 
 
 def _settings(model: Model) -> dict:

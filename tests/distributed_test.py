@@ -11,9 +11,12 @@ import tempfile
 import time
 
 from absl.testing import absltest, parameterized
+import jax
+import numpy as np
 import pytest
 
-from longstraw_jax import distributed
+from longstraw_jax import distributed, load_state
+from tests.fixture_states import captured
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = (
@@ -96,6 +99,31 @@ class TwoProcessesTest(absltest.TestCase):
       resumed = self.run_in(1, "killed")
       self.assertIn("the claim", resumed.stdout, resumed.stderr)
       self.assert_same_curve(self.rows("killed"), self.rows("one"))
+
+
+@pytest.mark.slow
+class StatesTest(absltest.TestCase):
+  def test_two_processes_save_and_load(self):
+    """What they wrote is what one process captures, and all of them read it."""
+    out = tempfile.mkdtemp()
+    self.addCleanup(shutil.rmtree, out)
+    command = "experiments.launch --processes=2 --devices=4 --"
+    command += f" tests.fixture_states --out={out}"
+    environment = os.environ | {"JAX_ENABLE_X64": "1"}
+    subprocess.run(
+      [sys.executable, "-m", *command.split()],
+      cwd=ROOT,
+      env=environment,
+      check=True,
+    )
+    model, params, state = captured("device")
+    for pages in ("device", "host"):
+      path = f"{out}/{pages}.safetensors"
+      loaded = load_state(path, model, params)
+      for a, b in zip(
+        jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True
+      ):
+        np.testing.assert_allclose(a, b, atol=1e-12)
 
 
 class RefusalTest(parameterized.TestCase):

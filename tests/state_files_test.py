@@ -333,13 +333,6 @@ class DamageTest(Files):
     self.assertEqual(os.listdir(self.folder), [NAME])
     assert_bitwise(load_state(self.path, model, params), longer)
 
-  def test_several_processes(self):
-    model, params, state = self.save()
-    with mock.patch.object(jax, "process_count", return_value=2):
-      self.refused(model, params, "one process, here are 2")
-      with self.assertRaisesRegex(ValueError, "one process, here are 2"):
-        save_state(self.path, model, params, state)
-
   def test_a_folder_is_made(self):
     self.path = self.folder / "a" / "b" / NAME
     model, params, state = self.save()
