@@ -161,6 +161,7 @@ def _changed_share(live: Tree, followed: Tree, span: Span) -> Array:
 def _one_block(
   model: Model,
   write,
+  members: bool,
   params,
   carry,
   own,
@@ -175,7 +176,9 @@ def _one_block(
   And, of no gradient, how far the choices differ.
   """
   segments = priors if own is None else (*priors, own)
-  out = model.hidden(params, tokens, span, segments, carry, choices, write)
+  out = model.hidden(
+    params, tokens, span, segments, carry, choices, write, members=members
+  )
   changed = None
   if choices is not None:
     changed = _changed_share(out.choices, choices, span)
@@ -201,7 +204,7 @@ def _block(
   positions = job.start + offset + jnp.arange(job.block, dtype=jnp.int32)
   room = job.block - lax.rem(offset, jnp.int32(job.block))
   length = jnp.clip(job.length - offset, 0, room)
-  call = functools.partial(_one_block, model, write)
+  call = functools.partial(_one_block, model, write, job.batched)
   span = Span(positions=positions, length=length)
   if job.batched:
     own_axes = (

@@ -96,6 +96,29 @@ class ArchitecturesTest(parameterized.TestCase):
   def test_every_leaf(self, name, scope, options):
     check(name, scope, options)
 
+  def test_prompts_side_by_side_have_gradients_of_their_own(self):
+    """As a step over several prompts at once sums them."""
+    model, params = build("tiny-moe")
+    prompts = jnp.stack([PROMPT, PROMPT[::-1]])
+
+    def one(prompt):
+      return group_gradient(
+        model,
+        params,
+        prompt,
+        make_group(ROOM),
+        OBJECTIVE,
+        chunk_size=CHUNK,
+        members_at_once=2,
+      )[:2]
+
+    loss, grads = jax.vmap(one)(prompts)
+    for i in range(2):
+      expected_loss, expected = one(prompts[i])
+      np.testing.assert_allclose(loss[i], expected_loss, 1e-12)
+      of_one = jax.tree.map(lambda x, i=i: x[i], grads)
+      assert_gradients_close(of_one, expected, 1e-12)
+
   def test_constants_never_learn_and_have_no_gradient(self):
     """The index and the router's correction bias, even if trained by force."""
     model, params = build("tiny-glm")

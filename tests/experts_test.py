@@ -10,6 +10,7 @@ import numpy as np
 
 from longstraw_jax.ops.experts import (
   LayerOf,
+  Shared,
   dense_expert_mlp,
   expert_mlp,
   rowwise_product,
@@ -41,6 +42,15 @@ def blocks(row_block):
 
   def call(x, gate_up, down, weights, ids):
     return expert_mlp(x, gate_up, down, ids, weights, row_block=row_block)
+
+  return call
+
+
+def shared_blocks(row_block):
+  """blocks for members of one loss."""
+
+  def call(x, gate_up, down, weights, ids):
+    return blocks(row_block)(x, Shared(gate_up), Shared(down), weights, ids)
 
   return call
 
@@ -141,15 +151,17 @@ class ExpertsTest(parameterized.TestCase):
         return jnp.stack([inner(*a) for a in zip(x, weights, ids, strict=True)])
       return jax.vmap(inner)(x, weights, ids)
 
-    run = with_gradients(functools.partial(over_members, blocks(4)))
-    got = (run if context == "eager" else jax.jit(run))(operands, ids, dy)
     plain = functools.partial(over_members, dense)
-    self.assert_close(got, jax.jit(with_gradients(plain))(operands, ids, dy))
+    wanted = jax.jit(with_gradients(plain))(operands, ids, dy)
+    for call in (blocks(4), shared_blocks(4)):
+      run = with_gradients(functools.partial(over_members, call))
+      got = (run if context == "eager" else jax.jit(run))(operands, ids, dy)
+      self.assert_close(got, wanted)
 
-  def test_members_never_have_gradients_of_their_own(self):
+  def test_members_of_one_loss_have_one_gradient(self):
     operands, ids, dy = arrays(7, 2, 4, members=(M,))
     axes = (0, None, None, 0, 0)
-    run = with_gradients(jax.vmap(blocks(4), axes))
+    run = with_gradients(jax.vmap(shared_blocks(4), axes))
     shapes = made_shapes(run, operands, ids, dy)
     for x in operands[1:3]:
       self.assertIn(x.shape, shapes)
@@ -183,15 +195,29 @@ class ExpertsTest(parameterized.TestCase):
     got, wanted = (jax.jit(jacobian(f))(rest[0]) for f in (blocks(2), dense))
     self.assert_close(got, wanted)
 
-  def test_gradients_of_members_own_matrices_under_vmap_of_grad(self):
-    """The order in which matrices must not be shared (see the docstring)."""
+  @parameterized.parameters(None, 0)
+  def test_every_loss_has_a_gradient_of_its_own(self, axis):
+    """jax.vmap of jax.grad, whether matrices are shared or each loss's own."""
     (x, gate_up, down, w), ids, dy = arrays(7, 2, 4, members=(M,))
-    each = lambda m: np.broadcast_to(m, (M, *m.shape))
-    args = (x, each(gate_up), each(down), w), ids, dy
+    if axis == 0:
+      gate_up, down = (jnp.stack([m, -m, 2 * m]) for m in (gate_up, down))
+    axes = ((0, axis, axis, 0), 0, 0)
     got, wanted = (
-      jax.jit(jax.vmap(with_gradients(f)))(*args) for f in (blocks(4), dense)
+      jax.jit(jax.vmap(with_gradients(f), axes))((x, gate_up, down, w), ids, dy)
+      for f in (blocks(4), dense)
     )
     self.assert_close(got, wanted)
+
+  def test_every_loss_of_several_members(self):
+    """Members share within a loss, losses do not."""
+    operands, ids, dy = arrays(7, 2, 4, members=(2, M))
+
+    def losses(call):
+      over_members = jax.vmap(call, (0, None, None, 0, 0))
+      run = jax.vmap(with_gradients(over_members), ((0, None, None, 0), 0, 0))
+      return jax.jit(run)(operands, ids, dy)
+
+    self.assert_close(losses(shared_blocks(4)), losses(dense))
 
   @parameterized.parameters((), (M,))
   def test_frozen_matrices_cost_neither_product_nor_buffer(self, *members):

@@ -16,7 +16,7 @@ from longstraw_jax.config import LayerSpec, ModelConfig
 from longstraw_jax.models.contract import State, Update
 from longstraw_jax.models.layers import NORMS, PROJECTION
 from longstraw_jax.models.registry import FFNS, MIXERS, build
-from longstraw_jax.ops.experts import LayerOf
+from longstraw_jax.ops.experts import LayerOf, Shared
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
 from longstraw_jax.ops.pages import (
   PAGE_ATTENTION,
@@ -152,6 +152,23 @@ def _remat(apply: Callable, saved: str, staged: bool) -> Callable:
     names.append(PROJECTION)
   policy = jax.checkpoint_policies.save_only_these_names(*names)
   return jax.checkpoint(apply, prevent_cse=False, policy=policy)
+
+
+def _marked_experts(blocks, params, stacked, layer, members: bool) -> Tree:
+  """A layer's parameters with the experts as expert_mlp takes them.
+
+  Frozen ones are read in the stack of all layers, learning ones are shared by
+  the members where there are any.
+  """
+  flat = traverse_util.flatten_dict(params)
+  for j, block in enumerate(blocks):
+    for path in block.stacked():
+      path = (f"layer_{j}", *path)
+      if path in stacked:
+        flat[path] = LayerOf(stacked[path], layer)
+      elif members:
+        flat[path] = Shared(flat[path])
+  return traverse_util.unflatten_dict(flat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +309,8 @@ class Model:
     carry: Tree,
     choices: Tree | None = None,
     write: Writer | None = None,
+    *,
+    members: bool = False,
   ) -> Hidden:
     """Runs one call's tokens through every layer.
 
@@ -309,6 +328,8 @@ class Model:
         which are in host memory; None hands the rows back. A loop around this
         call may not both carry host buffers and have a layer scan inside read
         them as a constant: XLA for GPUs then loses track of where they are.
+      members: whether the innermost jax.vmap around this call is one over
+        members of one loss, which is differentiated outside it.
     """
     tree = params.merged()
     x_TD = tree["embed"][tokens].astype(self.config.dtype)
@@ -317,7 +338,7 @@ class Model:
     rows, new_carry, chosen = {}, {}, {}
     for i, stage in enumerate(self.config.stages):
       name = f"stage_{i}"
-      body = functools.partial(self._layer, self.blocks[i], span)
+      body = functools.partial(self._layer, self.blocks[i], span, members)
       views = [s.replace(rows=s.rows[name], taps=None) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
       follow = {} if choices is None else choices[name]
@@ -358,16 +379,15 @@ class Model:
     }
     return traverse_util.unflatten_dict(flat), stacked
 
-  def _layer(self, blocks, span, stacked, views, write, running, inputs):
+  def _layer(
+    self, blocks, span, members, stacked, views, write, running, inputs
+  ):
     """One repeat of a stage's pattern; the scan's body."""
     x_TD, taps, written = running
     if write is not None:
       views = [*views[:-1], views[-1].replace(rows=written)]
     params, carry, choices, index = inputs
-    if stacked:
-      one = {path: LayerOf(x, index) for path, x in stacked.items()}
-      flat = traverse_util.flatten_dict(params) | one
-      params = traverse_util.unflatten_dict(flat)
+    params = _marked_experts(blocks, params, stacked, index, members)
     rows, new_carry, chosen, shared = {}, {}, {}, {}
     for j, block in enumerate(blocks):
       name = f"layer_{j}"

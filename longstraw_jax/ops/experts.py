@@ -130,6 +130,21 @@ class LayerOf:
     return self.stack.shape[1:]
 
 
+@struct.dataclass
+class Shared:
+  """Matrices that all calls of the innermost jax.vmap share.
+
+  Those are members of one loss, which is differentiated outside that vmap: the
+  matrices' gradient is their sum, made in one buffer. Without this mark every
+  call of a vmap has a gradient of its own, as jax.vmap of jax.grad needs.
+
+  Attributes:
+    matrices: [E, I, O].
+  """
+
+  matrices: Float[Array, "E I O"]
+
+
 def _matrix(matrices, expert, dtype):
   """One expert's matrix as the products take it.
 
@@ -439,8 +454,17 @@ def _forward_members(row_block: int, folded: bool = False):
 
 
 @functools.cache
-def _backward_members(row_block: int, wanted: _Wanted, folded: bool = False):
-  """The backward pass with the same rule; see expert_mlp on its sums."""
+def _backward_members(
+  row_block: int, wanted: _Wanted, shared: bool = False, folded: bool = False
+):
+  """The backward pass with the same rule, where one gradient serves them all.
+
+  Args:
+    row_block: as in expert_mlp.
+    wanted: which matrices have a gradient.
+    shared: whether the next batch is of members that share it.
+    folded: whether the tokens are those of members that a mesh may deal.
+  """
 
   @custom_vmap
   def backward(routed, matrices, dy_TD):
@@ -451,12 +475,15 @@ def _backward_members(row_block: int, wanted: _Wanted, folded: bool = False):
     args = routed, matrices, dy_TD
     # Tokens without members that meet cotangents with: several pullbacks of
     # one call, whose gradients must not be summed.
-    if _any(batched[1]) or not _any(batched[0]):
+    summed = shared or not (wanted.gate_up or wanted.down)
+    if _any(batched[1]) or not _any(batched[0]) or not summed:
       return _one_by_one(backward.fun, axis_size, batched, args)
     routed, dy_TD = _give_members(
       axis_size, (batched[0], batched[2]), (routed, dy_TD)
     )
-    together = _backward_members(row_block, wanted, members_divide(axis_size))
+    together = _backward_members(
+      row_block, wanted, folded=members_divide(axis_size)
+    )
     dx, dweights, dmatrices = together(_fold(routed), matrices, _fold(dy_TD))
     dx, dweights = _unfold((dx, dweights), axis_size)
     out = dx, dweights, dmatrices
@@ -468,14 +495,18 @@ def _backward_members(row_block: int, wanted: _Wanted, folded: bool = False):
 # --- The function ----------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_mlp(row_block, x_TD, weights_TA, gate_up, down, experts_TA):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _expert_mlp(row_block, shared, x_TD, weights_TA, gate_up, down, experts_TA):
+  del shared  # of the backward pass
   routed = _Routed(x=x_TD, experts=experts_TA, weights=weights_TA)
   matrices = _Matrices(gate_up=gate_up, down=down)
   return _forward_members(row_block)(routed, matrices)
 
 
-def _expert_mlp_fwd(row_block, x_TD, weights_TA, gate_up, down, experts_TA):
+def _expert_mlp_fwd(
+  row_block, shared, x_TD, weights_TA, gate_up, down, experts_TA
+):
+  del shared
   routed = _Routed(
     x=x_TD.value, experts=experts_TA.value, weights=weights_TA.value
   )
@@ -496,11 +527,11 @@ def _expert_mlp_fwd(row_block, x_TD, weights_TA, gate_up, down, experts_TA):
   return y_TD, (routed, matrices, wanted)
 
 
-def _expert_mlp_bwd(row_block, residuals, dy_TD):
+def _expert_mlp_bwd(row_block, shared, residuals, dy_TD):
   if isinstance(dy_TD, SymbolicZero):
     return (None,) * 5
   routed, matrices, wanted = residuals
-  backward = _backward_members(row_block, wanted)
+  backward = _backward_members(row_block, wanted, shared)
   dx, dweights, dmatrices = backward(routed, matrices, dy_TD)
   return dx, dweights, dmatrices.gate_up, dmatrices.down, None
 
@@ -522,11 +553,9 @@ def expert_mlp(
   Differentiable in x, weights and the matrices, in reverse mode only. A
   matrix that is not differentiated costs nothing: no product, no buffer.
 
-  Under jax.vmap over members that share the matrices the members are only
-  more tokens, and the gradient of the matrices is the sum over members, which
-  is what differentiating a function of the vmapped call takes. The other
-  order, jax.vmap of jax.grad with respect to shared matrices, would give that
-  sum to every member: give each member matrices of its own there.
+  Under jax.vmap over calls that share the matrices these are only more tokens
+  of the forward pass, and of the backward pass where no matrix learns or they
+  are marked as Shared; otherwise they are pulled back one by one.
 
   Args:
     x_TD: tokens. Padding may stand among them: it is routed like the rest,
@@ -534,7 +563,8 @@ def expert_mlp(
       ignored, adds exactly zero to every gradient. It must be finite.
     gate_up_EDF: [gate; up] side by side. Multiplied in the dtype of x.
     down_EFD: the way back. Either may be stored in another form that expands
-      to it (see longstraw_jax.nf4), or be a LayerOf; it then is a constant.
+      to it (see longstraw_jax.nf4), or be a LayerOf; it then is a constant. Or
+      it is Shared.
     experts_TA: ids, distinct within a token. An id outside [0, E) adds
       nothing, so that a device may hold a part of the experts.
     weights_TA: the mixture, float32 or wider.
@@ -544,8 +574,13 @@ def expert_mlp(
   Returns:
     y_TD in the dtype of x, summed in float32 or wider.
   """
+  both = (gate_up_EDF, down_EFD)
+  shared = any(isinstance(one, Shared) for one in both)
+  gate_up, down = (
+    one.matrices if isinstance(one, Shared) else one for one in both
+  )
   return _expert_mlp(
-    row_block, x_TD, weights_TA, gate_up_EDF, down_EFD, experts_TA
+    row_block, shared, x_TD, weights_TA, gate_up, down, experts_TA
   )
 
 
