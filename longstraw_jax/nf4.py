@@ -14,8 +14,9 @@ the paper has an 8-bit float about the mean. It is nearer to m, and expanding
 and quantizing again gives the same bits.
 
 A quantized matrix stands in the parameters in the place of its kernel, and is
-expanded by the module that multiplies by it (models/layers.py), layer by layer
-inside the scan over layers. It never learns: adapters beside it do.
+expanded by who multiplies by it: layer by layer inside the scan over layers
+(models/layers.py), expert by expert in their loop (ops/experts.py). It never
+learns: adapters beside it do.
 """
 
 from collections.abc import Callable

@@ -168,7 +168,7 @@ class PhasePlan:
     bytes_read: a bound from below on what a device must read.
     pinned: bytes of HOST_PARTS in pinned host memory.
     arguments, outputs, aliased: as the compiler sees them; None without one.
-    largest_collective: bytes of the largest result of one collective.
+    largest_collective: bytes of the largest array of one collective.
     compile_seconds: what compiling took.
     text: the compiled program.
   """
@@ -432,7 +432,7 @@ _BITS = re.compile(r"\d+")
 
 
 def largest_collective(text: str) -> int:
-  """Bytes of the largest array that a collective of a program gives."""
+  """Bytes of the largest array that a collective takes or gives."""
   largest = 0
   for found in _COLLECTIVE.finditer(text):
     for kind, shape in _ARRAY.findall(found.group(1)):

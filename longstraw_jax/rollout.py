@@ -135,7 +135,8 @@ def _rollout(
   key,
 ):
   priors = prompt_pages(state, None)
-  shards = num_shards("rows")  # the members' own rows go to them in turn
+  # Token t of every member has its rows on device t mod shards.
+  shards = num_shards("rows")
   striping = Striping.of_mesh(chunk=shards)
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
     jnp.arange(group_size)

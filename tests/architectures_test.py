@@ -119,6 +119,22 @@ class ArchitecturesTest(parameterized.TestCase):
       of_one = jax.tree.map(lambda x, i=i: x[i], grads)
       assert_gradients_close(of_one, expected, 1e-12)
 
+  def test_frozen_experts_of_every_repeat(self):
+    """They are read in the stack of all layers."""
+    model, params = build("tiny-moe", repeats=2)
+    learns = lambda path: "experts_" not in path
+    frozen = model.split(params.merged(), learns)
+
+    def gradient(params):
+      def loss(trainable):
+        tree = params.replace(trainable=trainable)
+        return sequence_logprobs(model, tree, jnp.asarray(PROMPT)).sum()
+
+      return jax.jit(jax.grad(loss))(params.trainable)
+
+    wanted = split_params(gradient(params), learns).trainable
+    assert_gradients_close(gradient(frozen), wanted, 1e-12)
+
   def test_constants_never_learn_and_have_no_gradient(self):
     """The index and the router's correction bias, even if trained by force."""
     model, params = build("tiny-glm")

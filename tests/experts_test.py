@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from longstraw_jax.ops.experts import (
-  LayerOf,
   Shared,
+  StackedLayer,
   dense_expert_mlp,
   expert_mlp,
-  rowwise_product,
 )
+from longstraw_jax.ops.rowwise import rowwise_product
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
@@ -282,13 +282,13 @@ class ExpertsTest(parameterized.TestCase):
       y, pull_back = jax.vjp(lambda x, w: call(x, w, ids), x, weights)
       return y, pull_back(dy)
 
-    layer = lambda matrix: LayerOf(stack(matrix), jnp.int32(1))
+    layer = lambda matrix: StackedLayer(stack(matrix), jnp.int32(1))
     got = jax.jit(run)(x, weights, layer(gate_up), layer(down))
     wanted = jax.jit(run)(x, weights, gate_up, down)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
     def loss(stacked):
-      one = LayerOf(stacked, jnp.int32(1))
+      one = StackedLayer(stacked, jnp.int32(1))
       return blocks(4)(x, one, down, weights, ids).sum()
 
     if not members:
@@ -304,7 +304,7 @@ class ExpertsTest(parameterized.TestCase):
 
     def loss(x, gate_up, down, weights, ids):
       def body(x, index):
-        matrices = (LayerOf(m, index) for m in (gate_up, down))
+        matrices = (StackedLayer(m, index) for m in (gate_up, down))
         return x + blocks(8)(x, *matrices, weights, ids), None
 
       layers_of = jnp.arange(layers, dtype=jnp.int32)

@@ -74,7 +74,7 @@ class RotaryTest(parameterized.TestCase):
     # The frequency may differ by a float32 ulp, the angle then by 2e-2.
     self.assertLess(abs(float(cos[0, 1]) - float(wanted)), 3e-2)
 
-  def test_beyond_the_integers_of_float32_angles_are_exact(self):
+  def test_beyond_the_integers_of_float32_the_product_is_split(self):
     rope = RopeConfig(dim=64, theta=1e7)
     positions = np.array([2**24 + 1, 31_457_280, 2**31 - 1], np.int32)
     frequencies = rotary_frequencies(rope).astype(np.float64)

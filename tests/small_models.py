@@ -20,12 +20,15 @@ def make_prompt(length: int) -> np.ndarray:
 
 
 @functools.cache
-def build(name: str, dtype: str = "float64", **options) -> tuple[Model, Params]:
-  """One repeat of each pattern, parameters away from their first values.
+def build(
+  name: str, dtype: str = "float64", repeats: int = 1, **options
+) -> tuple[Model, Params]:
+  """Parameters away from their first values.
 
   Args:
     name: of a preset.
     dtype: of everything.
+    repeats: of each pattern.
     **options: other fields of its configuration.
   """
   config = dataclasses.replace(
@@ -34,7 +37,8 @@ def build(name: str, dtype: str = "float64", **options) -> tuple[Model, Params]:
     param_dtype=dtype,
     norm_eps=1e-3,
     stages=tuple(
-      dataclasses.replace(stage, repeats=1) for stage in PRESETS[name].stages
+      dataclasses.replace(stage, repeats=repeats)
+      for stage in PRESETS[name].stages
     ),
     **options,
   )

@@ -16,7 +16,7 @@ from longstraw_jax.config import LayerSpec, ModelConfig
 from longstraw_jax.models.contract import State, Update
 from longstraw_jax.models.layers import NORMS, PROJECTION
 from longstraw_jax.models.registry import FFNS, MIXERS, build
-from longstraw_jax.ops.experts import LayerOf, Shared
+from longstraw_jax.ops.experts import Shared, StackedLayer
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
 from longstraw_jax.ops.pages import (
   PAGE_ATTENTION,
@@ -26,7 +26,7 @@ from longstraw_jax.ops.pages import (
   over_staged,
   stored_struct,
 )
-from longstraw_jax.sharding import constrain
+from longstraw_jax.sharding import constrain, num_shards
 from longstraw_jax.state import Pages, tree_zeros
 from longstraw_jax.types import Span, Tree
 
@@ -165,7 +165,7 @@ def _marked_experts(blocks, params, stacked, layer, members: bool) -> Tree:
     for path in block.stacked():
       path = (f"layer_{j}", *path)
       if path in stacked:
-        flat[path] = LayerOf(stacked[path], layer)
+        flat[path] = StackedLayer(stacked[path], layer)
       elif members:
         flat[path] = Shared(flat[path])
   return traverse_util.unflatten_dict(flat)
@@ -342,7 +342,9 @@ class Model:
       views = [s.replace(rows=s.rows[name], taps=None) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
       follow = {} if choices is None else choices[name]
-      scanned, stacked = self._apart(i, tree[name], params.frozen.get(name, {}))
+      scanned, stacked = self._split_stacked(
+        i, tree[name], params.frozen.get(name, {})
+      )
       index = jnp.arange(stage.repeats, dtype=jnp.int32)
       written = None if write is None else views[-1].rows
       (x_TD, own_taps, written), outputs = lax.scan(
@@ -364,10 +366,13 @@ class Model:
     x_TD = norm.apply(weight, x_TD)
     return Hidden(x_TD, rows, new_carry, taps, chosen)
 
-  def _apart(self, stage: int, tree: Tree, frozen: Tree) -> tuple[Tree, dict]:
+  def _split_stacked(
+    self, stage: int, tree: Tree, frozen: Tree
+  ) -> tuple[Tree, dict]:
     """A stage's parameters that the scan cuts, and by path those it does not.
 
-    The latter are frozen, so that no gradient has to be stacked.
+    The latter are frozen, so that no gradient has to be stacked, and their
+    experts can be shared out, so that no device needs them all.
     """
     frozen = traverse_util.flatten_dict(frozen)
     flat = traverse_util.flatten_dict(tree)
@@ -376,6 +381,7 @@ class Model:
       for j, block in enumerate(self.blocks[stage])
       for path in block.stacked()
       if (f"layer_{j}", *path) in frozen
+      and frozen[(f"layer_{j}", *path)].shape[1] % num_shards("experts") == 0
     }
     return traverse_util.unflatten_dict(flat), stacked
 

@@ -9,7 +9,7 @@ instead: the ids are forced, the mixture weights are the router's own of now.
 With the ids that it would choose anyway, the result has the same bits.
 
 A choice is a function of the token alone, whatever batch it stands in: see
-ops/experts.py. Padding tokens are routed like the rest.
+ops/rowwise.py. Padding tokens are routed like the rest.
 """
 
 import math
@@ -23,8 +23,9 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import MoEConfig
 from longstraw_jax.models.layers import Linear, SwiGLU, weight
-from longstraw_jax.ops.experts import expert_mlp, rowwise_product
+from longstraw_jax.ops.experts import expert_mlp
 from longstraw_jax.ops.precision import wide_dtype, widen
+from longstraw_jax.ops.rowwise import rowwise_product
 
 SUM_EPS = 1e-20  # GLM-5's, beneath the sum of the chosen scores
 

@@ -29,14 +29,22 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from longstraw_jax.ops.dealing import (
-  member_specs,
-  members_divide,
-  sum_members,
-  sum_to_tokens,
-  token_specs,
+from longstraw_jax.ops.members import (
+  any_leaf,
+  every_leaf,
+  fold_members,
+  give_member_axis,
+  one_by_one,
+  unfold_members,
 )
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
+from longstraw_jax.ops.token_sharding import (
+  member_specs,
+  members_divide,
+  reduce_scatter_tokens,
+  sum_members,
+  token_specs,
+)
 from longstraw_jax.sharding import (
   MESH_AXES,
   WHOLE,
@@ -111,7 +119,7 @@ def _take(array, indices):
 
 
 @struct.dataclass
-class LayerOf:
+class StackedLayer:
   """One layer's matrices, read where those of all layers are.
 
   A constant: no copy of the layer is made, and no gradient.
@@ -151,7 +159,7 @@ def _matrix(matrices, expert, dtype):
   Matrices in a stored form (see longstraw_jax.nf4) are expanded one by one.
   """
   at = (expert,)
-  if isinstance(matrices, LayerOf):
+  if isinstance(matrices, StackedLayer):
     matrices, at = matrices.stack, (matrices.layer, expert)
 
   def take(x):
@@ -169,20 +177,19 @@ def _matrix(matrices, expert, dtype):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dealt:
+class _Sharding:
   """How the devices of the current mesh share one call.
 
   Attributes:
-    experts: devices among which the experts are dealt; 1 where they cannot be
-      dealt evenly.
-    members: whether the tokens are those of members that are dealt, too.
+    experts: devices that share the experts; 1 where they do not divide them.
+    members: whether the tokens are those of members on devices of their own.
   """
 
   experts: int
   members: bool
 
   @classmethod
-  def of(cls, num_experts: int, folded: bool) -> "_Dealt":
+  def of(cls, num_experts: int, folded: bool) -> "_Sharding":
     shards = num_shards("experts")
     return cls(
       experts=shards if num_experts % shards == 0 else 1,
@@ -210,15 +217,17 @@ class _Dealt:
     """Of matrices: each device has those of its experts."""
 
     def specs(x):
-      if isinstance(x, LayerOf):
+      if isinstance(x, StackedLayer):
         stack = jax.tree.map(lambda _: spec(None, *held), x.stack)
-        return LayerOf(stack=stack, layer=WHOLE)
+        return StackedLayer(stack=stack, layer=WHOLE)
       return spec(*held)
 
     held = () if self.experts == 1 else ("experts",)
-    return jax.tree.map(specs, tree, is_leaf=lambda x: isinstance(x, LayerOf))
+    return jax.tree.map(
+      specs, tree, is_leaf=lambda x: isinstance(x, StackedLayer)
+    )
 
-  def held(self, routed: "_Routed", matrices: "_Matrices") -> "_Routed":
+  def local_ids(self, routed: "_Routed", matrices: "_Matrices") -> "_Routed":
     """The same tokens, their experts counted from the first one held here."""
     if self.experts == 1:
       return routed
@@ -228,10 +237,10 @@ class _Dealt:
 
   def sum_experts(self, x_TD: Array) -> Array:
     """What the chosen experts add up to, for this device's share of tokens."""
-    return x_TD if self.experts == 1 else sum_to_tokens(x_TD)
+    return x_TD if self.experts == 1 else reduce_scatter_tokens(x_TD)
 
   def sum_members(self, dmatrix: Array) -> Array:
-    """A gradient's sum over members, which narrow matrices do not round."""
+    """A gradient's sum over members' devices, rounded once on each and once."""
     if not self.members:
       return dmatrix
     return sum_members(widen(dmatrix)).astype(dmatrix.dtype)
@@ -268,15 +277,15 @@ class _Wanted:
 
 def _forward(row_block, folded, routed: _Routed, matrices: _Matrices):
   """Every device multiplies by the experts that it holds."""
-  dealt = _Dealt.of(matrices.down.shape[0], folded)
-  call = functools.partial(_forward_part, row_block, dealt)
-  specs = (dealt.tokens, dealt.matrices(matrices))
-  summed = dealt.summed(routed.x.shape[0])
-  return dealt.run(call, specs, summed)(routed, matrices)
+  sharding = _Sharding.of(matrices.down.shape[0], folded)
+  call = functools.partial(_forward_part, row_block, sharding)
+  specs = (sharding.tokens, sharding.matrices(matrices))
+  summed = sharding.summed(routed.x.shape[0])
+  return sharding.run(call, specs, summed)(routed, matrices)
 
 
-def _forward_part(row_block, dealt, routed: _Routed, matrices: _Matrices):
-  routed = dealt.held(routed, matrices)
+def _forward_part(row_block, sharding, routed: _Routed, matrices: _Matrices):
+  routed = sharding.local_ids(routed, matrices)
   x_TD, choices = routed.x, routed.experts.shape[1]
   plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
   wide = wide_dtype(x_TD.dtype)
@@ -295,7 +304,7 @@ def _forward_part(row_block, dealt, routed: _Routed, matrices: _Matrices):
 
   y_TD = jnp.zeros(x_TD.shape, wide)
   y_TD = lax.fori_loop(0, plan.blocks[-1], body, y_TD)
-  return dealt.sum_experts(y_TD).astype(x_TD.dtype)
+  return sharding.sum_experts(y_TD).astype(x_TD.dtype)
 
 
 @struct.dataclass
@@ -330,24 +339,26 @@ class _Sum:
 
 def _backward(row_block, folded, wanted, routed, matrices, dy_TD):
   """Gradients of x, of the weights and of the matrices that are wanted."""
-  dealt = _Dealt.of(matrices.down.shape[0], folded)
-  call = functools.partial(_backward_part, row_block, dealt, wanted)
-  dmatrices = dealt.matrices(
+  sharding = _Sharding.of(matrices.down.shape[0], folded)
+  call = functools.partial(_backward_part, row_block, sharding, wanted)
+  dmatrices = sharding.matrices(
     _Matrices(
       gate_up=matrices.gate_up if wanted.gate_up else None,
       down=matrices.down if wanted.down else None,
     )
   )
-  summed = dealt.summed(dy_TD.shape[0])
-  return dealt.run(
+  summed = sharding.summed(dy_TD.shape[0])
+  return sharding.run(
     call,
-    (dealt.tokens, dealt.matrices(matrices), dealt.tokens),
+    (sharding.tokens, sharding.matrices(matrices), sharding.tokens),
     (summed, summed, dmatrices),
   )(routed, matrices, dy_TD)
 
 
-def _backward_part(row_block, dealt, wanted: _Wanted, routed, matrices, dy_TD):
-  routed = dealt.held(routed, matrices)
+def _backward_part(
+  row_block, sharding, wanted: _Wanted, routed, matrices, dy_TD
+):
+  routed = sharding.local_ids(routed, matrices)
   x_TD, choices = routed.x, routed.experts.shape[1]
   plan = _Plan.of(routed.experts, matrices.down.shape[0], row_block)
   narrow, wide = x_TD.dtype, wide_dtype(x_TD.dtype)
@@ -390,48 +401,15 @@ def _backward_part(row_block, dealt, wanted: _Wanted, routed, matrices, dy_TD):
   carry = lax.fori_loop(0, plan.blocks[-1], body, carry)
   dx_TD, dweights, dgate_up, ddown = carry
   dweights_TA = dweights.reshape(routed.weights.shape)
-  total = lambda one: one and dealt.sum_members(one.everyone)
+  total = lambda one: one and sharding.sum_members(one.everyone)
   return (
-    dealt.sum_experts(dx_TD).astype(x_TD.dtype),
-    dealt.sum_experts(dweights_TA).astype(routed.weights.dtype),
+    sharding.sum_experts(dx_TD).astype(x_TD.dtype),
+    sharding.sum_experts(dweights_TA).astype(routed.weights.dtype),
     _Matrices(gate_up=total(dgate_up), down=total(ddown)),
   )
 
 
 # --- Members ---------------------------------------------------------------
-
-
-def _any(tree: Tree) -> bool:
-  return any(jax.tree.leaves(tree))
-
-
-def _every(tree: Tree, value: bool) -> Tree:
-  return jax.tree.map(lambda _: value, tree)
-
-
-def _give_members(axis_size: int, batched: Tree, tree: Tree) -> Tree:
-  """Gives every leaf that vmap left alone the member axis."""
-  give = lambda is_batched, x: (
-    x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-  )
-  return jax.tree.map(give, batched, tree)
-
-
-def _fold(tree: Tree) -> Tree:
-  """[M, T, ...] -> [M T, ...]: members are only more tokens."""
-  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
-
-
-def _unfold(tree: Tree, axis_size: int) -> Tree:
-  """The inverse of _fold."""
-  return jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), tree)
-
-
-def _one_by_one(function, axis_size, batched, args):
-  """The rule where members share too little to be folded."""
-  args = _give_members(axis_size, list(batched), list(args))
-  out = lax.map(lambda args: function(*args), args)
-  return out, _every(out, True)
 
 
 @functools.cache
@@ -444,11 +422,11 @@ def _forward_members(row_block: int, folded: bool = False):
 
   @forward.def_vmap
   def rule(axis_size, batched, routed, matrices):
-    if _any(batched[1]):
-      return _one_by_one(forward.fun, axis_size, batched, (routed, matrices))
-    routed = _fold(_give_members(axis_size, batched[0], routed))
+    if any_leaf(batched[1]):
+      return one_by_one(forward.fun, axis_size, batched, (routed, matrices))
+    routed = fold_members(give_member_axis(axis_size, batched[0], routed))
     together = _forward_members(row_block, members_divide(axis_size))
-    return _unfold(together(routed, matrices), axis_size), True
+    return unfold_members(together(routed, matrices), axis_size), True
 
   return forward
 
@@ -476,18 +454,20 @@ def _backward_members(
     # Tokens without members that meet cotangents with: several pullbacks of
     # one call, whose gradients must not be summed.
     summed = shared or not (wanted.gate_up or wanted.down)
-    if _any(batched[1]) or not _any(batched[0]) or not summed:
-      return _one_by_one(backward.fun, axis_size, batched, args)
-    routed, dy_TD = _give_members(
+    if any_leaf(batched[1]) or not any_leaf(batched[0]) or not summed:
+      return one_by_one(backward.fun, axis_size, batched, args)
+    routed, dy_TD = give_member_axis(
       axis_size, (batched[0], batched[2]), (routed, dy_TD)
     )
     together = _backward_members(
       row_block, wanted, folded=members_divide(axis_size)
     )
-    dx, dweights, dmatrices = together(_fold(routed), matrices, _fold(dy_TD))
-    dx, dweights = _unfold((dx, dweights), axis_size)
+    dx, dweights, dmatrices = together(
+      fold_members(routed), matrices, fold_members(dy_TD)
+    )
+    dx, dweights = unfold_members((dx, dweights), axis_size)
     out = dx, dweights, dmatrices
-    return out, (True, True, _every(dmatrices, False))
+    return out, (True, True, every_leaf(dmatrices, False))
 
   return backward
 
@@ -518,7 +498,7 @@ def _expert_mlp_fwd(
     (matrices.gate_up, wanted.gate_up),
     (matrices.down, wanted.down),
   ):
-    if has_gradient and isinstance(one, LayerOf):
+    if has_gradient and isinstance(one, StackedLayer):
       raise ValueError(
         f"a gradient of frozen experts {one.shape} was asked for: make them "
         "trainable (Model.split)"
@@ -563,8 +543,8 @@ def expert_mlp(
       ignored, adds exactly zero to every gradient. It must be finite.
     gate_up_EDF: [gate; up] side by side. Multiplied in the dtype of x.
     down_EFD: the way back. Either may be stored in another form that expands
-      to it (see longstraw_jax.nf4), or be a LayerOf; it then is a constant. Or
-      it is Shared.
+      to it (see longstraw_jax.nf4), or be a StackedLayer; it then is a
+      constant. Or it is Shared.
     experts_TA: ids, distinct within a token. An id outside [0, E) adds
       nothing, so that a device may hold a part of the experts.
     weights_TA: the mixture, float32 or wider.
@@ -582,68 +562,3 @@ def expert_mlp(
   return _expert_mlp(
     row_block, shared, x_TD, weights_TA, gate_up, down, experts_TA
   )
-
-
-# --- Scores that do not depend on the batch --------------------------------
-
-
-def _product_in_blocks(row_block: int, x_TD, w_DE):
-  """x w, as many products of one shape as it takes."""
-  tokens = x_TD.shape[0]
-  x_TD = jnp.pad(x_TD, ((0, -tokens % row_block), (0, 0)))
-  x_BD = x_TD.reshape(-1, row_block, x_TD.shape[1])
-  with jax.default_matmul_precision("highest"):
-    y_BE = lax.map(lambda x: wide_einsum("bd,de->be", x, w_DE), x_BD)
-  return y_BE.reshape(-1, w_DE.shape[1])[:tokens]
-
-
-def _product(row_block: int, folded: bool, x_TD, w_DE):
-  """Every device has its share of the tokens, where they can be dealt."""
-  call = functools.partial(_product_in_blocks, row_block)
-  tokens = token_specs(x_TD.shape[0], folded)
-  if tokens == WHOLE or num_shards("tokens") * num_shards("members") == 1:
-    return call(x_TD, w_DE)
-  return per_device(call, (tokens, WHOLE), tokens)(x_TD, w_DE)
-
-
-@functools.cache
-def _product_members(row_block: int, folded: bool = False):
-  @custom_vmap
-  def product(x_TD, w_DE):
-    return _product(row_block, folded, x_TD, w_DE)
-
-  @product.def_vmap
-  def rule(axis_size, batched, x_TD, w_DE):
-    if batched[1]:
-      return _one_by_one(product.fun, axis_size, batched, (x_TD, w_DE))
-    together = _product_members(row_block, members_divide(axis_size))
-    return _unfold(together(_fold(x_TD), w_DE), axis_size), True
-
-  return product
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rowwise_product(
-  x_TD: Float[Array, "T D"], w_DE: Float[Array, "D E"], row_block: int
-) -> Float[Array, "T E"]:
-  """x w in float32 or wider, where a row's bits depend on the row alone.
-
-  A product's bits depend on its shape. Scores that decide something must not:
-  a token scored alone, in a group or under vmap has to be decided alike.
-  """
-  return _product_members(row_block)(x_TD, w_DE)
-
-
-def _rowwise_product_fwd(x_TD, w_DE, row_block):
-  return rowwise_product(x_TD, w_DE, row_block), (x_TD, w_DE)
-
-
-def _rowwise_product_bwd(row_block, residuals, dy_TE):
-  del row_block  # gradients decide nothing
-  x_TD, w_DE = residuals
-  dx_TD = wide_einsum("te,de->td", dy_TE, w_DE)
-  dw_DE = wide_einsum("td,te->de", x_TD, dy_TE)
-  return dx_TD.astype(x_TD.dtype), dw_DE.astype(w_DE.dtype)
-
-
-rowwise_product.defvjp(_rowwise_product_fwd, _rowwise_product_bwd)

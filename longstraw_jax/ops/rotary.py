@@ -58,7 +58,8 @@ def rotary_frequencies(rope: RopeConfig) -> np.ndarray:
   return _SCALINGS[rope.scaling](base, rope).astype(np.float32)
 
 
-# Integers that float32 holds exactly; the reference has no angles beyond.
+# Integers that float32 holds exactly; beyond, the reference turns by the angle
+# of a neighbouring position.
 _EXACT = 2**24
 
 
@@ -91,7 +92,7 @@ def rotary_tables(
 
   Angles are float32 products whatever the dtype, as in the reference
   implementations; only then are the tables cast to `dtype`. Above position
-  2^24, where float32 skips integers, the product is split and exact.
+  2^24, where float32 skips integers, the product is split (_split_product).
   """
   frequencies = rotary_frequencies(rope)
   angles = positions.astype(jnp.float32)[:, None] * frequencies

@@ -20,10 +20,6 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax.ops.dealing import (
-  gather_tokens,
-  share_of_tokens,
-)
 from longstraw_jax.ops.pages import Segment, on_owners, row_specs
 from longstraw_jax.ops.pages.segment import Place, block_trips, read_slots
 from longstraw_jax.ops.pages.striping import (
@@ -31,6 +27,10 @@ from longstraw_jax.ops.pages.striping import (
   num_owners,
 )
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
+from longstraw_jax.ops.token_sharding import (
+  all_gather_tokens,
+  local_tokens,
+)
 from longstraw_jax.sharding import WHOLE
 
 NO_KEY = -1  # position of a slot that holds no key
@@ -83,9 +83,9 @@ def best_of_owners(best, part):
   queries = best[0].shape[0]
   even = queries + -queries % num_owners()
   even_up = lambda tree: jax.tree.map(lambda x: _padded(x, even), tree)
-  own = jax.tree.map(share_of_tokens, even_up(best))
+  own = jax.tree.map(local_tokens, even_up(best))
   merged = best_of_all(own, lists_by_query(even_up(part)))
-  return jax.tree.map(lambda x: x[:queries], gather_tokens(merged))
+  return jax.tree.map(lambda x: x[:queries], all_gather_tokens(merged))
 
 
 def _padded(x: Array, size: int) -> Array:

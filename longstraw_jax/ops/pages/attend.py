@@ -9,13 +9,7 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from longstraw_jax.ops.dealing import (
-  member_specs,
-  members_divide,
-  sum_members,
-  sum_to_tokens,
-  token_specs,
-)
+from longstraw_jax.ops.members import fold_members, give_member_axis
 from longstraw_jax.ops.pages.own import normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
@@ -25,7 +19,6 @@ from longstraw_jax.ops.pages.segment import (
   add_block,
   adds_apart,
   block_trips,
-  give_member_axis,
   read_slots,
 )
 from longstraw_jax.ops.pages.striping import (
@@ -34,6 +27,13 @@ from longstraw_jax.ops.pages.striping import (
   row_specs,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
+from longstraw_jax.ops.token_sharding import (
+  member_specs,
+  members_divide,
+  reduce_scatter_tokens,
+  sum_members,
+  token_specs,
+)
 from longstraw_jax.sharding import WHOLE
 
 
@@ -143,7 +143,7 @@ def _attend_backward_part(size, folded, queries, rows, place, tap):
   dq, tap = lax.fori_loop(0, block_trips(place, size), body, carry)
   dq = _join_heads(dq, tokens)
   if place.striping is not None:
-    dq = sum_to_tokens(dq)
+    dq = reduce_scatter_tokens(dq)
   return dq.astype(q_TNH.dtype), tap
 
 
@@ -167,9 +167,8 @@ def _attend_backward_members(size: int, folded: bool = False):
       dq, tap = jax.vmap(one)(saved, cotangents, *pages)
       return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
     # Members that share the rows are only more queries over them.
-    fold = lambda x: x.reshape(-1, *x.shape[2:])
     q = saved[0]
-    saved, cotangents = jax.tree.map(fold, (saved, cotangents))
+    saved, cotangents = fold_members((saved, cotangents))
     together = _attend_backward_members(size, members_divide(axis_size))
     dq, tap = together(saved, cotangents, rows, place, tap)
     return (dq.reshape(q.shape), tap), (

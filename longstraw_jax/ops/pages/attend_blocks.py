@@ -10,11 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
-from longstraw_jax.ops.dealing import (
-  member_specs,
-  members_divide,
-  sum_members,
-)
+from longstraw_jax.ops.members import give_member_axis
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
   PAGE_ATTENTION,
@@ -23,7 +19,6 @@ from longstraw_jax.ops.pages.segment import (
   add_block,
   adds_apart,
   block_trips,
-  give_member_axis,
   read_slots,
 )
 from longstraw_jax.ops.pages.striping import (
@@ -33,6 +28,11 @@ from longstraw_jax.ops.pages.striping import (
   sum_owners,
 )
 from longstraw_jax.ops.precision import widen
+from longstraw_jax.ops.token_sharding import (
+  member_specs,
+  members_divide,
+  sum_members,
+)
 from longstraw_jax.sharding import WHOLE
 from longstraw_jax.types import Tree
 

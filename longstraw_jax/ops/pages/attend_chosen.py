@@ -10,11 +10,7 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from longstraw_jax.ops.dealing import (
-  gather_tokens,
-  sum_to_tokens,
-  token_specs,
-)
+from longstraw_jax.ops.members import fold_members, give_member_axis
 from longstraw_jax.ops.pages.own import merge, normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
@@ -24,7 +20,6 @@ from longstraw_jax.ops.pages.segment import (
   Segment,
   add_block,
   adds_apart,
-  give_member_axis,
 )
 from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import (
@@ -35,6 +30,11 @@ from longstraw_jax.ops.pages.striping import (
   sum_owners,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
+from longstraw_jax.ops.token_sharding import (
+  all_gather_tokens,
+  reduce_scatter_tokens,
+  token_specs,
+)
 from longstraw_jax.sharding import WHOLE, num_shards, per_device
 from longstraw_jax.types import Tree
 
@@ -133,7 +133,7 @@ def _forward_dealt(sizes: _Sizes, dealt: bool, queries, rows, place):
 
   def together(queries):
     if dealt:
-      queries = gather_tokens(queries)
+      queries = all_gather_tokens(queries)
     return join_owners(*_forward_part(sizes, queries, rows, place))
 
   if place.striping is None:
@@ -198,9 +198,9 @@ def _backward_owners(sizes: _Sizes, queries, rows, place, tap):
   def part(queries, rows, place, tap):
     def together(tap, queries):
       if tokens != WHOLE:
-        queries = gather_tokens(queries)
+        queries = all_gather_tokens(queries)
       dq, tap = _backward_part(sizes, queries, rows, place, tap)
-      return tap, sum_to_tokens(dq)
+      return tap, reduce_scatter_tokens(dq)
 
     if tokens == WHOLE:
       tap, dq = together(tap, queries)
@@ -285,8 +285,7 @@ def _backward_members(sizes: _Sizes):
       dq, tap = jax.vmap(one)(queries, *pages)
       return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
     # Members that share the rows are only more queries over them.
-    fold = lambda x: x.reshape(-1, *x.shape[2:])
-    dq, tap = backward(jax.tree.map(fold, queries), rows, place, tap)
+    dq, tap = backward(fold_members(queries), rows, place, tap)
     return (dq.reshape(queries[0].shape), tap), (
       True,
       jax.tree.map(lambda _: False, tap),

@@ -8,12 +8,12 @@ from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from longstraw_jax.ops.members import fold_members, give_member_axis
 from longstraw_jax.ops.pages.segment import (
   Place,
   Segment,
   add_block,
   adds_apart,
-  give_member_axis,
   read_slots,
 )
 from longstraw_jax.ops.pages.stored import expand
@@ -128,8 +128,7 @@ def _scatter_rows_members(axis_size, batched, tap, place, positions, drows):
   positions, drows = give_member_axis(
     axis_size, batched[2:], (positions, drows)
   )
-  fold = lambda x: x.reshape(-1, *x.shape[2:])
-  tap = _scatter_rows(tap, place, *jax.tree.map(fold, (positions, drows)))
+  tap = _scatter_rows(tap, place, *fold_members((positions, drows)))
   return tap, jax.tree.map(lambda _: False, tap)
 
 
@@ -181,9 +180,9 @@ _gather_rows.defvjp(_gather_rows_fwd, _gather_rows_bwd)
 def gather_rows(
   segment: Segment, positions: Int[Array, "Q A"], names: tuple[str, ...]
 ) -> tuple[tuple[dict, Bool[Array, "Q A"]], dict | None]:
-  """Rows of a segment by absolute position, for sparse attention.
+  """Rows of a segment by absolute position.
 
-  Rows must be headless, [L, S, H]. Their cotangents are scattered into the
+  Their cotangents are scattered into the
   tap; on a GPU that adds in no fixed order.
 
   Args:

@@ -159,14 +159,3 @@ def adds_apart(saved: Tree, pages: Tree) -> bool:
   """
   batched = lambda tree: any(jax.tree.leaves(tree))
   return batched(pages) or not batched(saved)
-
-
-def give_member_axis(axis_size: int, batched: list, trees: tuple) -> tuple:
-  """Gives every leaf that vmap left alone the member axis."""
-  return jax.tree.map(
-    lambda is_batched, x: (
-      x if is_batched else jnp.broadcast_to(x, (axis_size, *jnp.shape(x)))
-    ),
-    tuple(batched),
-    trees,
-  )

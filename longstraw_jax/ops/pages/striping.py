@@ -16,7 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from longstraw_jax.ops.dealing import share_of_tokens, sum_to_tokens
+from longstraw_jax.ops.token_sharding import local_tokens, reduce_scatter_tokens
 from longstraw_jax.sharding import MESH_AXES, num_shards, per_device, spec
 from longstraw_jax.types import Tree
 
@@ -127,8 +127,8 @@ def join_owners(o: Array, top: Array, total: Array):
   """
   highest = max_owners(top)
   part = jnp.concatenate([o, total[..., None]], axis=-1)
-  part = sum_to_tokens(part * jnp.exp(top - highest)[..., None])
-  return part[..., :-1], share_of_tokens(highest), part[..., -1]
+  part = reduce_scatter_tokens(part * jnp.exp(top - highest)[..., None])
+  return part[..., :-1], local_tokens(highest), part[..., -1]
 
 
 def max_owners(x: Array) -> Array:

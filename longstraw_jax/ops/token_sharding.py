@@ -26,7 +26,7 @@ def member_specs(folded: bool) -> PartitionSpec:
 
 
 def token_specs(tokens: int, folded: bool = False) -> PartitionSpec:
-  """Specs of what sum_to_tokens leaves of [T, ...].
+  """Specs of what reduce_scatter_tokens leaves of [T, ...].
 
   Args:
     tokens: T, of all members together.
@@ -39,7 +39,7 @@ def token_specs(tokens: int, folded: bool = False) -> PartitionSpec:
   return PartitionSpec(tuple(axes)) if axes else WHOLE
 
 
-def share_of_tokens(x: Array) -> Array:
+def local_tokens(x: Array) -> Array:
   """This device's share of [T, ...] that all have.
 
   All of it where the devices do not divide T.
@@ -51,7 +51,7 @@ def share_of_tokens(x: Array) -> Array:
   return lax.dynamic_slice_in_dim(x, first, share)
 
 
-def sum_to_tokens(x: Array) -> Array:
+def reduce_scatter_tokens(x: Array) -> Array:
   """The devices' sum, after which each has its share of the tokens [T, ...].
 
   All of them where the devices do not divide T.
@@ -61,7 +61,7 @@ def sum_to_tokens(x: Array) -> Array:
   return lax.psum_scatter(x, _TOKENS, scatter_dimension=0, tiled=True)
 
 
-def gather_tokens(tree: Tree) -> Tree:
+def all_gather_tokens(tree: Tree) -> Tree:
   """The devices' shares [T / n, ...] as [T, ...] on all of them."""
   return lax.all_gather(tree, _TOKENS, axis=0, tiled=True)
 
