@@ -240,7 +240,7 @@ class _Sharding:
     return x_TD if self.experts == 1 else reduce_scatter_tokens(x_TD)
 
   def sum_members(self, dmatrix: Array) -> Array:
-    """A gradient's sum over members' devices, rounded once on each and once."""
+    """A gradient's sum over members' devices, each of which has rounded it."""
     if not self.members:
       return dmatrix
     return sum_members(widen(dmatrix)).astype(dmatrix.dtype)
