@@ -99,6 +99,7 @@ def without_experts(path: str) -> bool:
   return "experts_" not in path
 
 
+BLOCKS = {"block_size": 4, "query_block": 1, "trainable": without_experts}
 SHAPES = ((1, 1), (2, 1), (4, 2), (8, 1), (2, 4))
 FAMILIES = ("tiny-hybrid", "tiny-moe", "tiny-glm")
 
@@ -155,12 +156,11 @@ class EveryMeshTest(parameterized.TestCase):
 
 class MeshTest(parameterized.TestCase):
   def test_every_leaf(self):
-    """Several blocks of own queries on a device, of chunks and of members."""
-    check("tiny-hybrid", "full", 2, 2, block_size=4, query_block=1)
+    """Several blocks of own queries on a device, of chunks and of members.
 
-  def test_frozen_experts(self):
-    """They are dealt, as are the members."""
-    check("tiny-moe", "full", 2, 2, trainable=without_experts)
+    Experts and members are dealt to the devices, too.
+    """
+    check("tiny-moe", "full", 2, 2, **BLOCKS)
 
   def test_weights_and_gradients_are_shared_out(self):
     model, params = build("tiny-hybrid")
@@ -169,7 +169,7 @@ class MeshTest(parameterized.TestCase):
     kernel = placed.trainable["stage_0"]["layer_1"]["mixer"]["q_proj"]["kernel"]
     shard = kernel.addressable_shards[0].data
     self.assertEqual(2 * shard.shape[1], kernel.shape[1])
-    _, grads = on_mesh("tiny-hybrid", "full", 2, 2, block_size=4, query_block=1)
+    _, grads = on_mesh("tiny-moe", "full", 2, 2, **BLOCKS)
     with jax.set_mesh(mesh):
       specs = rest_specs(grads)
     wanted = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
