@@ -5,7 +5,7 @@ Claim: the composed form and group_gradient give the gradient of conventional
   rows whose first chunks are (tail), on every leaf, to 1e-12 in float64 and
   1e-5 in float32, both against float64.
 Command: python -m experiments.gradient_parity
-Cost: about 30 minutes on 2 CPU cores.
+Cost: an hour on 2 CPU cores beside other work, less on quiet ones.
 Expected result: a table of worst leaf errors, about 1e-14 and 1e-6.
 """
 
