@@ -64,7 +64,9 @@ def main(argv):
       print(f"answer    {answer!r}")
     for member in range(FLAGS.responses):
       length = int(group.lengths[member])
-      response = trainer.tokenizer.decode(group.responses[member, :length])
+      response = trainer.tokenizer.decode(
+        group.responses[member, :length], special=True
+      )
       logprob = float(group.old_logprobs[member].sum())
       print(f"response  {response!r}  log-probability {logprob:.3f}")
   return 0

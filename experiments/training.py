@@ -105,7 +105,8 @@ def define_flags(out: str) -> None:
     "reward",
     "longstraw_jax.rewards:exact_match",
     "package.module:function, called as reward(prompt_text, response_text, "
-    "info) -> float.",
+    "info) -> float; prompt_ids, response_ids and truncated by keyword where "
+    "it declares them.",
   )
   flags.DEFINE_integer(
     "mesh_context", 1, "Devices that share pages, weights and experts.", 1

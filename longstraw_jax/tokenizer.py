@@ -52,8 +52,15 @@ class Tokenizer(Protocol):
         rendered it: the names become the tokens.
     """
 
-  def decode(self, ids: Ids) -> str:
-    """Text of the ids; end and padding ids have none."""
+  def decode(self, ids: Ids, *, special: bool = False) -> str:
+    """Text of the ids.
+
+    Args:
+      ids: [T].
+      special: True where the text is to be judged: special tokens stand in it
+        by their names, so that none vanishes from between two others. False
+        where it is to be read: they are left out.
+    """
 
 
 class ByteTokenizer:
@@ -72,13 +79,14 @@ class ByteTokenizer:
     """
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
-  def decode(self, ids: Ids) -> str:
+  def decode(self, ids: Ids, *, special: bool = False) -> str:
     """Returns the text of the bytes among `ids`.
 
     Args:
-      ids: [T]. End and padding ids are left out. An id of 258 or more, which a
-        model with a wider vocabulary may sample, reads as U+FFFD, as invalid
-        UTF-8 does: it must not vanish from a response that is to be judged.
+      ids: [T]. An id of 258 or more, which a model with a wider vocabulary may
+        sample, reads as U+FFFD, as invalid UTF-8 does: it must not vanish from
+        a response that is to be judged.
+      special: whether end and padding ids read as U+FFFD too, or are left out.
 
     Returns:
       The text.
@@ -87,7 +95,8 @@ class ByteTokenizer:
       ValueError: if an id is negative.
     """
     ids = _as_ids(ids)
-    ids = ids[(ids != self.eos_id) & (ids != self.pad_id)]
+    if not special:
+      ids = ids[(ids != self.eos_id) & (ids != self.pad_id)]
     # 0xFF occurs nowhere in UTF-8, so it decodes to the replacement character.
     ids = np.where(ids > 255, 0xFF, ids)
     return ids.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
@@ -133,11 +142,12 @@ class LibraryTokenizer:
     encoding = tokenizer.encode(text, add_special_tokens=False)
     return np.asarray(encoding.ids, np.int32)
 
-  def decode(self, ids: Ids) -> str:
+  def decode(self, ids: Ids, *, special: bool = False) -> str:
     """Returns the text of the ids.
 
     Args:
-      ids: [T]. Special tokens are left out.
+      ids: [T].
+      special: whether special tokens read as their names, or are left out.
 
     Returns:
       The text; invalid UTF-8 and ids without a token read as U+FFFD.
@@ -146,14 +156,15 @@ class LibraryTokenizer:
       ValueError: if an id is negative.
     """
     ids = _as_ids(ids)
-    ids = ids[(ids != self.eos_id) & (ids != self.pad_id)]
+    if not special:
+      ids = ids[(ids != self.eos_id) & (ids != self.pad_id)]
     known = ids < self.vocab_size
     known[known] = self._has_token[ids[known]]
     runs = np.split(ids, np.flatnonzero(~known))
     # Every run but the first begins with the unknown id it was split at.
     runs = [runs[0]] + [run[1:] for run in runs[1:]]
     return "\ufffd".join(
-      self._tokenizer.decode(run.tolist(), skip_special_tokens=True)
+      self._tokenizer.decode(run.tolist(), skip_special_tokens=not special)
       for run in runs
     )
 

@@ -41,7 +41,7 @@ class Trainer:
     config: of the run.
     task: makes prompts.
     tokenizer: decodes responses for the reward.
-    reward_fn: (prompt_text, response_text, info) -> float.
+    reward_fn: (prompt_text, response_text, info) -> float; see rewards.py.
   """
 
   model: Model
@@ -71,7 +71,9 @@ class Trainer:
     return jnp.asarray(prompts), jnp.asarray(ids)
 
   def rewards(self, examples: list[Example], groups: Group) -> np.ndarray:
-    """[B, G] rewards of decoded responses, the end token left out.
+    """[B, G] rewards of decoded responses.
+
+    Their text holds all that was sampled but the stop id that ended it.
 
     Process 0 calls the reward function, once a response.
     """
@@ -82,8 +84,11 @@ class Trainer:
   def _rewards(self, examples, responses, lengths) -> np.ndarray:
     rows = []
     for example, ids, real in zip(examples, responses, lengths, strict=True):
+      sampled = [x[:n] for x, n in zip(ids, real, strict=True)]
+      ended = [len(x) > 0 and int(x[-1]) in self.stop_ids for x in sampled]
       texts = [
-        self.tokenizer.decode(x[:n]) for x, n in zip(ids, real, strict=True)
+        self.tokenizer.decode(x[: len(x) - end], special=True)
+        for x, end in zip(sampled, ended, strict=True)
       ]
       rows.append(
         score_responses(
@@ -93,6 +98,9 @@ class Trainer:
           example.info,
           group_size=len(ids),
           prompt_id=example.prompt_id,
+          prompt_ids=example.prompt_ids,
+          response_ids=sampled,
+          truncated=[not end for end in ended],
         )
       )
     return np.stack(rows)

@@ -1,7 +1,10 @@
 """Reward functions: found by name, and never trusted."""
 
 import fractions
+import functools
 import math
+import types
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax.numpy as jnp
@@ -122,6 +125,90 @@ class ScoreResponsesTest(parameterized.TestCase):
       seen,
       [("prompt", "x", {"answer": "7"}), ("prompt", "y", {"answer": "7"})],
     )
+
+
+class MembersApartTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ({"seen": []}, lambda info: info["seen"]),
+    ({"a": {"b": {"seen": [1]}}}, lambda info: info["a"]["b"]["seen"]),
+    ({"t": ([], 7)}, lambda info: info["t"][0]),
+    ({"n": np.zeros(3)}, lambda info: info["n"]),
+  )
+  def test_nothing_nested_leaks(self, info, place):
+    """Fault class: a list in info that all members write into."""
+    before = repr(info)
+
+    def growing(prompt_text, response_text, info):
+      found = place(info)
+      if isinstance(found, list):
+        found.append(response_text)
+        return len(found)
+      found += 1
+      return found.sum()
+
+    got = rewards.score_responses(growing, "p", TEXTS, info)
+    np.testing.assert_array_equal(got, [got[0]] * 3)
+    self.assertEqual(repr(info), before)
+
+  def test_ids_are_copies_too(self):
+    prompt, sampled = np.arange(4), [np.arange(3)] * 3
+
+    def spoiling(prompt, response, info, *, prompt_ids, response_ids):
+      total = prompt_ids.sum() + response_ids.sum()
+      prompt_ids[:], response_ids[:] = 99, 99
+      return total
+
+    got = rewards.score_responses(
+      spoiling, "p", TEXTS, {}, prompt_ids=prompt, response_ids=sampled
+    )
+    np.testing.assert_array_equal(got, [9, 9, 9])
+    np.testing.assert_array_equal(prompt, np.arange(4))
+
+
+class _Verifier:
+  def __call__(self, prompt, response, info, truncated=None):
+    return float(truncated)
+
+
+class KeywordsTest(parameterized.TestCase):
+  GIVEN = dict(
+    prompt_ids=np.array([5, 6]),
+    response_ids=[np.array([1]), np.array([2, 3]), np.array([4])],
+    truncated=[False, True, False],
+  )
+
+  @parameterized.parameters(
+    (lambda p, r, i, *, truncated: truncated, [0, 1, 0]),
+    (lambda p, r, i, response_ids: len(response_ids), [1, 2, 1]),
+    (lambda p, r, i, strict=2, **kw: kw["prompt_ids"][1] + strict, [8, 8, 8]),
+    (lambda *args: len(args), [3, 3, 3]),
+    # Three arguments stand in their places, whatever they are called.
+    (lambda response_ids, truncated, info: len(truncated), [1, 1, 1]),
+    (_Verifier(), [0, 1, 0]),
+    (functools.partial(_Verifier().__call__, truncated=True), [0, 1, 0]),
+  )
+  def test_declared_ones_are_given(self, function, expected):
+    got = rewards.score_responses(function, "p", TEXTS, {}, **self.GIVEN)
+    np.testing.assert_array_equal(got, expected)
+
+  def test_what_nobody_gave_is_named(self):
+    with self.assertRaisesRegex(rewards.RewardError, "asks for .*truncated"):
+      rewards.score_responses(_Verifier(), "p", TEXTS, {})
+
+  @parameterized.parameters(
+    (lambda prompt, response: 0.0,),
+    (lambda p, r, i, *, tokenizer: 0.0,),
+    (lambda p, r, i, extra: 0.0,),
+    (lambda prompt, response, info, truncated, /: 0.0,),
+  )
+  def test_other_signatures_are_refused_when_loaded(self, function):
+    module = types.ModuleType("some_rewards")
+    module.score = function
+    with mock.patch.dict("sys.modules", some_rewards=module):
+      with self.assertRaisesRegex(
+        rewards.RewardError, "some_rewards:score.*signature.*by keyword"
+      ):
+        rewards.load_reward("some_rewards:score")
 
 
 class ExactMatchTest(parameterized.TestCase):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pathlib
+import tempfile
 
 from absl.testing import parameterized
 import jax
@@ -14,7 +16,7 @@ from longstraw_jax.rewards import RewardError
 from longstraw_jax.steps import make_learner, rollout_groups, score_reference
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.testing.baselines import group_scores
-from longstraw_jax.tokenizer import ByteTokenizer
+from longstraw_jax.tokenizer import ByteTokenizer, JsonTokenizer
 from longstraw_jax.train_config import (
   EngineConfig,
   OptimizerConfig,
@@ -22,6 +24,7 @@ from longstraw_jax.train_config import (
   TrainConfig,
 )
 from longstraw_jax.trainer import Trainer, combine_metrics
+from tests.tokenizer_test import write_tokenizer
 
 CONFIG = dataclasses.replace(
   PRESETS["tiny-hybrid"],
@@ -175,6 +178,59 @@ class StepTest(parameterized.TestCase):
     trainer = _trainer()
     ids = [e.prompt_id for step in range(3) for e in trainer.examples(step)]
     self.assertLen(set(ids), 6)
+
+
+class JudgedTextTest(parameterized.TestCase):
+  """Rewards see all that was sampled but the stop id that ended it."""
+
+  def _seen(self, tokenizer, responses, lengths):
+    """(text, ids, truncated) of each member, as a reward function gets them."""
+    seen = []
+
+    def reward(prompt_text, response_text, info, *, response_ids, truncated):
+      seen.append((response_text, response_ids.tolist(), truncated))
+      return 0.0
+
+    trainer = Trainer(MODEL, BASE, TASK, tokenizer, reward)
+    groups = jax.vmap(Group.create)(
+      jnp.asarray([responses]), jnp.asarray([lengths])
+    )
+    got = trainer.rewards(trainer.examples(0)[:1], groups)
+    self.assertEqual(got.shape, (1, len(lengths)))
+    return seen
+
+  @parameterized.parameters(
+    ("4<|im_start|>2<|im_end|>", "4<|im_start|>2", False),
+    ("<think>ab</think>42<|im_end|>", "<think>ab</think>42", False),
+    ("42<|im_end|>", "42", False),
+    ("42", "42", True),
+    ("4<pad>2<pad>", "4<pad>2<pad>", True),
+    ("<|im_end|>", "", False),
+    ("42<|im_end|><|im_end|>", "42<|im_end|>", False),
+  )
+  def test_special_tokens_stay(self, sampled, text, truncated):
+    names = ["<|endoftext|>", "<|im_end|>", "<pad>", "<|im_start|>"]
+    with tempfile.TemporaryDirectory() as folder:
+      path = write_tokenizer(
+        pathlib.Path(folder), special=[*names, "<think>", "</think>"]
+      )
+      tokenizer = JsonTokenizer(path)
+    ids = tokenizer.encode(sampled, special=True).tolist()
+    behind = [1, 3]  # what stands behind the length is nobody's
+    ((*seen, cut),) = self._seen(tokenizer, [ids + behind], [len(ids)])
+    self.assertEqual((*seen, cut), (text, ids, truncated))
+
+  def test_bytes(self):
+    end, pad = ByteTokenizer.eos_id, ByteTokenizer.pad_id
+    seen = self._seen(
+      ByteTokenizer(),
+      [[52, pad, 50, end], [52, 50, end, 9], [52, 50, 10, 10]],
+      [4, 3, 4],
+    )
+    self.assertEqual(
+      [(text, cut) for text, _, cut in seen],
+      [("4\ufffd2", False), ("42", False), ("42\n\n", True)],
+    )
 
 
 class CombineMetricsTest(parameterized.TestCase):
