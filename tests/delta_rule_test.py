@@ -1,5 +1,7 @@
 """The delta rule in chunks against the recurrence it stands for."""
 
+import functools
+
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ from longstraw_jax.ops.delta_rule import (
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 N, J, H = 2, 6, 4
+FLOOR = 1e-30  # below it float32 has few digits or none
+NAMES = ("q", "k", "v", "beta", "g", "state")
 
 chunked = jax.jit(delta_rule_chunked, static_argnums=6)
 recurrent = jax.jit(delta_rule_recurrent)
@@ -39,6 +43,109 @@ def rule_inputs(x):
   g = -jnp.exp(x["A_log"]) * jax.nn.softplus(x["a"])
   beta = jax.nn.sigmoid(x["b"])
   return unit(x["q"]), unit(x["k"]), x["v"], beta, g, x["state"]
+
+
+def place_gates(strength, where, tokens, block):
+  """Log decays near zero, strong ones among them."""
+  rng = np.random.default_rng(4)
+  at = np.arange(tokens)[:, None] % block
+  strong = {
+    "half": rng.random((tokens, N)) < 0.5,
+    "alternate": at % 2 == 0,
+    "first": at == 0,
+    "last": at == block - 1,
+    "all": at >= 0,
+    "behind_padding": at >= 3,
+  }[where]
+  weak = 0.0 if where == "behind_padding" else -np.exp(rng.normal(size=N) - 4)
+  return np.where(strong, strength, np.broadcast_to(weak, (tokens, N)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def values_and_gradients(rule, extra, inputs, cotangents):
+  """((o, state), gradients) by name."""
+  call = lambda x: rule(*(x[name] for name in NAMES), *extra)
+  (o, state), pull_back = jax.vjp(call, inputs)
+  return {"o": o, "after": state} | pull_back(cotangents)[0]
+
+
+class StrongGatesTest(parameterized.TestCase):
+  """The recurrence in float64 is exact for every gate, autodiff included."""
+
+  def inputs(self, strength, where, tokens, block):
+    q, k, v, beta, _, state = rule_inputs(trained_inputs(tokens))
+    if where == "behind_padding":
+      real = np.arange(tokens)[:, None] >= 3
+      beta = beta * real
+      q, k, v = (x * real[..., None] for x in (q, k, v))
+    g = place_gates(strength, where, tokens, block)
+    rng = np.random.default_rng(1)
+    cotangents = rng.normal(size=(tokens, N, H)), rng.normal(size=(N, J, H))
+    return dict(zip(NAMES, (q, k, v, beta, g, state), strict=True)), cotangents
+
+  def check(self, got, wanted, tolerance, floor, note):
+    for name, right in wanted.items():
+      scale = np.abs(right).max()
+      np.testing.assert_allclose(
+        np.asarray(got[name], "float64"),
+        right,
+        rtol=0,
+        atol=tolerance * scale + floor,
+        err_msg=f"{name}, {note}",
+      )
+
+  @parameterized.product(
+    where=("half", "alternate", "first", "last", "all", "behind_padding"),
+    tokens_block=((75, 64), (13, 8), (1, 8)),
+  )
+  def test_equals_the_recurrence(self, where, tokens_block):
+    """Values and gradients, in float32 and float64, to the leaf's own scale."""
+    tokens, block = tokens_block
+    narrow = lambda tree: jax.tree.map(lambda x: x.astype("float32"), tree)
+    for strength in (0, -0.5, -10, -50, -104, -160, -1e4, -3e38, -np.inf):
+      case = self.inputs(strength, where, tokens, block)
+      wide = jax.tree.map(lambda x: x.astype("float64"), narrow(case))
+      wanted = values_and_gradients(delta_rule_recurrent, (), *wide)
+      got = values_and_gradients(delta_rule_chunked, (block,), *wide)
+      self.check(got, wanted, TOLERANCE["float64"], 1e-300, strength)
+      got = values_and_gradients(delta_rule_chunked, (block,), *narrow(case))
+      self.check(got, wanted, TOLERANCE["float32"], FLOOR, strength)
+
+  @parameterized.parameters(-160, -np.inf)
+  def test_narrow_inputs_with_wide_gates(self, strength):
+    inputs, cotangents = self.inputs(strength, "half", 75, 64)
+    narrow = {
+      name: x.astype("float32" if name in ("g", "state") else jnp.bfloat16)
+      for name, x in inputs.items()
+    }
+    cotangents = tuple(x.astype("float32") for x in cotangents)
+    wide = lambda tree: jax.tree.map(lambda x: x.astype("float64"), tree)
+    wanted = values_and_gradients(
+      delta_rule_recurrent, (), wide(narrow), wide(cotangents)
+    )
+    got = values_and_gradients(delta_rule_chunked, (64,), narrow, cotangents)
+    kept = lambda x: {n: x[n] for n in ("o", "after", "g", "state")}
+    self.check(kept(got), kept(wanted), TOLERANCE["float32"], FLOOR, strength)
+
+  @parameterized.parameters(1e3, 1e30)
+  def test_a_large_state_is_forgotten_at_once(self, size):
+    """By the first gate of a call, where what follows must be as from zero."""
+    inputs, cotangents = self.inputs(-np.inf, "first", 9, 64)
+    run = lambda state: values_and_gradients(
+      delta_rule_chunked, (8,), inputs | {"state": state}, cotangents
+    )
+    got = run(size * jnp.ones((N, J, H)))
+    jax.tree.map(np.testing.assert_array_equal, got, run(jnp.zeros((N, J, H))))
+    np.testing.assert_array_equal(got["state"], 0.0)
+
+  def test_one_long_chunk(self):
+    """The split's step grows with the chunk: here to 2^-9."""
+    case = self.inputs(-104, "half", 400, 512)
+    narrow = jax.tree.map(lambda x: x.astype("float32"), case)
+    wide = jax.tree.map(lambda x: x.astype("float64"), narrow)
+    wanted = values_and_gradients(delta_rule_recurrent, (), *wide)
+    got = values_and_gradients(delta_rule_chunked, (512,), *narrow)
+    self.check(got, wanted, TOLERANCE["float32"], FLOOR, "long")
 
 
 class DeltaRuleTest(parameterized.TestCase):

@@ -326,6 +326,36 @@ class GatedDeltaTest(parameterized.TestCase):
       limit = TOLERANCE["float64"] * np.abs(b).max()
       np.testing.assert_allclose(a, b, rtol=0, atol=limit)
 
+  @parameterized.parameters((90.0, 0.0), (90.0, -1e4), (200.0, 3.0))
+  def test_a_decay_rate_beyond_float32(self, a_log, dt_bias):
+    """A head that forgets at once, or not at all: finite, and no gradient."""
+    mixer = MIXERS["gated_delta"](PRESETS["tiny-hybrid"])
+    x = jax.random.normal(jax.random.key(1), (5, TINY.embed_dim))
+    span = Span(positions=jnp.arange(5), length=jnp.int32(4))
+    carry = tree_zeros(mixer.state_shapes(1, "float32")[1])
+    state = State(pages=(), carry=carry)
+    params = jax.jit(mixer.init)(jax.random.key(0), x, span, state)["params"]
+    params["A_log"] = jnp.full_like(params["A_log"], a_log)
+    params["dt_bias"] = jnp.full_like(params["dt_bias"], dt_bias)
+
+    @jax.jit
+    def run(params, matrix):
+      def call(params):
+        now = state.replace(carry=carry.replace(matrix=matrix))
+        y, update = mixer.apply({"params": params}, x, span, now)
+        return y, update.carry.matrix
+
+      out, pull_back = jax.vjp(call, params)
+      return out, pull_back(jax.tree.map(jnp.ones_like, out))[0]
+
+    out, grads = run(params, jnp.ones_like(carry.matrix))
+    for leaf in jax.tree.leaves((out, grads)):
+      self.assertTrue(np.isfinite(leaf).all())
+    np.testing.assert_array_equal(grads["A_log"], 0.0)
+    from_zero = run(params, carry.matrix)[0]
+    forgets = all(map(np.array_equal, out, from_zero))
+    self.assertEqual(forgets, dt_bias > -1e3)
+
 
 class NormTest(parameterized.TestCase):
   """Inputs of 1e-3 have a mean square of eps: where eps stands, shows."""

@@ -16,6 +16,7 @@ from longstraw_jax.sharding import constrain
 from longstraw_jax.types import Span
 
 L2_EPS = 1e-6
+MAX_A_LOG = 80.0  # an infinite rate has no gradient, and times 0 no value
 
 
 @struct.dataclass
@@ -109,7 +110,8 @@ class GatedDelta(nn.Module):
     )
     b = widen(linear(*heads, "in_proj_b")(x_TD))
     a = widen(linear(*heads, "in_proj_a")(x_TD))
-    g = -jnp.exp(widen(a_log)) * jax.nn.softplus(a + widen(dt_bias))
+    rate = jnp.exp(jnp.minimum(widen(a_log), MAX_A_LOG))
+    g = -rate * jax.nn.softplus(a + widen(dt_bias))
     return jnp.where(mask, jax.nn.sigmoid(b), 0.0), jnp.where(mask, g, 0.0)
 
   def _convolve(self, qkv_TU, taps_WU, tail, length):

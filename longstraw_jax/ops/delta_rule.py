@@ -11,7 +11,10 @@ Both forms work in float32 or wider and leave S untouched where q, k, v, beta
 and g are all zero, which is how padding is written.
 """
 
+import math
+
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -90,6 +93,60 @@ def _unit_lower_inverse_bwd(inverse, cotangent):
 unit_lower_inverse.defvjp(_unit_lower_inverse_fwd, _unit_lower_inverse_bwd)
 
 
+def _chunk_decays(g):
+  """Decay from entry to each token, [..., C], and between two, [..., C, C].
+
+  A sum over a part of a chunk is the difference of two sums from its start,
+  whose digits a strong gate would take. So gates stop where exp is 0 anyway
+  and are split: multiples of a power of two that sum without rounding, and
+  remainders too small to lose anything.
+  """
+  size, kind = g.shape[-1], jnp.finfo(g.dtype)
+  floor = math.floor(math.log(float(kind.smallest_subnormal))) - 1
+  step = 2.0 ** math.ceil(math.log2(-floor * size)) * float(kind.eps)
+  g = jnp.maximum(g, floor)
+  coarse = jnp.round(g / step) * step
+  sums = jnp.cumsum(coarse, axis=-1), jnp.cumsum(g - coarse, axis=-1)
+  gaps = sum(x[..., :, None] - x[..., None, :] for x in sums)
+  lower = jnp.tril(jnp.ones((size, size), bool))
+  # Masked before the exponential: above the diagonal it would overflow.
+  between = jnp.where(lower, jnp.exp(jnp.where(lower, gaps, 0.0)), 0.0)
+  return jnp.exp(sum(sums)), between
+
+
+@jax.custom_vjp
+def chunk_decays(
+  g: Float[Array, "... C"],
+) -> tuple[Float[Array, "... C"], Float[Array, "... C C"]]:
+  """exp(g_1 + ... + g_i), and exp(g_{j+1} + ... + g_i) for j <= i, else 0.
+
+  For any log decay down to -inf, where its gradient is 0.
+  """
+  return _chunk_decays(g)
+
+
+def _chunk_decays_fwd(g):
+  decays = _chunk_decays(g)
+  return decays, decays
+
+
+def _chunk_decays_bwd(decays, cotangents):
+  """A gate's gradient sums over the pairs that it lies between, and no others.
+
+  As the difference of sums over all pairs it would be lost in those where no
+  decay stands between.
+  """
+  entry, between = (x * dx for x, dx in zip(decays, cotangents, strict=True))
+  upper = jnp.triu(jnp.ones(between.shape[-2:], between.dtype), 1)
+  # [i, l]: of the pairs (i, j) with j < l.
+  before = jnp.matmul(between, upper, precision=lax.Precision.HIGHEST)
+  dg = jnp.tril(before).sum(-2) + lax.cumsum(entry, entry.ndim - 1, True)
+  return (dg,)
+
+
+chunk_decays.defvjp(_chunk_decays_fwd, _chunk_decays_bwd)
+
+
 def delta_rule_chunked(
   q_TNJ: Float[Array, "T N J"],
   k_TNJ: Float[Array, "T N J"],
@@ -121,19 +178,15 @@ def delta_rule_chunked(
     return jnp.swapaxes(x, 1, 2)  # [chunks, N, C, ...]
 
   q, k, v, beta, g = map(chunks, (q_TNJ, k_TNJ, v_TNH, beta_TN, g_TN))
-  total = jnp.cumsum(g, axis=-1)
-  lower = jnp.tril(jnp.ones((block, block), bool))
-  # Masked before the exponential: above the diagonal it would overflow.
-  gaps = jnp.where(lower, total[..., :, None] - total[..., None, :], 0.0)
-  decay = jnp.where(lower, jnp.exp(gaps), 0.0)
-  beta, entry = beta[..., None], jnp.exp(total)[..., None]
+  entry, decay = chunk_decays(g)
+  beta, entry = beta[..., None], entry[..., None]
   keys = jnp.einsum("cnij,cnkj->cnik", k, k)
   system = jnp.tril(beta * keys * decay, -1)
   right = jnp.concatenate([beta * v, beta * entry * k], axis=-1)
   solved = unit_lower_inverse(system) @ right
   u, w = jnp.split(solved, (v.shape[-1],), axis=-1)
   scores = jnp.einsum("cnij,cnkj->cnik", q, k) * decay
-  exit_keys = jnp.exp(total[..., -1:] - total)[..., None] * k
+  exit_keys = decay[..., -1, :, None] * k
 
   def chunk(state, inputs):
     u, w, scores, q_in, k_out, last = inputs
