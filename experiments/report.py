@@ -10,9 +10,18 @@ from typing import Any
 from absl import logging
 
 from longstraw_jax.checkpoint import CheckpointError
+from longstraw_jax.disk import DiskError
 from longstraw_jax.distributed import PeerError
+from longstraw_jax.interrupts import Interrupted
 from longstraw_jax.metrics import device_name, plain, versions
 from longstraw_jax.rewards import RewardError
+
+BAD_INPUT = 2
+INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again
+# What the message of is enough: it names the value or file and the remedy.
+ENDS = (
+  *(ValueError, OSError, CheckpointError, DiskError, RewardError, PeerError),
+)
 
 
 class RowWriter:
@@ -62,7 +71,11 @@ def print_table(
 
 
 def exit_code(main: Callable[[list[str]], int]) -> Callable[[list[str]], None]:
-  """Ends a script with main's code, and bad input with one line and code 2."""
+  """Ends a script with main's code, bad input with one line and BAD_INPUT.
+
+  What a signal ended, and what was saved for its continuation, ends with
+  INTERRUPTED.
+  """
 
   def run(argv: list[str]) -> None:
     # Tracing makes objects by the million and few cycles: of its time, an
@@ -71,9 +84,12 @@ def exit_code(main: Callable[[list[str]], int]) -> Callable[[list[str]], None]:
     logging.set_verbosity(logging.WARNING)  # jax tells of absent backends
     try:
       code = main(argv)
-    except (ValueError, CheckpointError, RewardError, PeerError) as error:
-      print(f"error: {error}", file=sys.stderr)
-      code = 2
+    except ENDS as error:
+      print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+      code = BAD_INPUT
+    except Interrupted as error:
+      print(f"{error}: run again to continue", file=sys.stderr)
+      code = INTERRUPTED
     sys.exit(code)
 
   return run

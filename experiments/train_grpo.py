@@ -15,8 +15,6 @@ With a checkpoint, such as --preset=smollm2-135m (make smollm2), the claim is a
   bound is above 0. Expected: 0.33 to 1.00 at 4,096 tokens; over an hour of CPU.
 """
 
-import pathlib
-
 from absl import app, flags
 import numpy as np
 
@@ -70,8 +68,6 @@ def main(argv):
   values = training.flag_values()
   warm = values["warm_start_max_steps"]
   run = training.build_run(values, training.Progress(warm + values["steps"]))
-  if is_leader():
-    training.save_values(values, pathlib.Path(values["out"]))
   rows = claim_rows(run.execute())
   if not is_leader():
     return 0

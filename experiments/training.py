@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -14,6 +15,7 @@ import tqdm
 from experiments import common_flags, config_flags, policies
 from longstraw_jax import PolicyObjective, distributed, make_mesh
 from longstraw_jax.checkpoint import Checkpoints
+from longstraw_jax.disk import write_whole
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
 from longstraw_jax.steps import Learner
@@ -214,6 +216,9 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
     warm_task=make(short),
     settings={k: v for k, v in values.items() if k not in SCHEDULE},
     report=report,
+    accepted=functools.partial(
+      save_values, values, pathlib.Path(values["out"])
+    ),
     mesh=_mesh(values["mesh_context"], values["mesh_member"]),
   )
 
@@ -231,9 +236,13 @@ def _mesh(context: int, member: int):
 
 
 def save_values(values: Mapping[str, Any], out: pathlib.Path) -> None:
-  """Leaves the flags beside the checkpoints, for evaluate and generate."""
-  out.mkdir(parents=True, exist_ok=True)
-  (out / "flags.json").write_text(json.dumps(dict(values), indent=1) + "\n")
+  """Leaves the flags beside the checkpoints, for evaluate and generate.
+
+  Raises:
+    DiskError: they could not be written; older ones stay.
+  """
+  text = json.dumps(dict(values), indent=1) + "\n"
+  write_whole(out / "flags.json", text.encode())
 
 
 def load_values(out: str) -> dict[str, Any]:

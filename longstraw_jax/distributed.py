@@ -6,10 +6,15 @@ curve) is process 0's; the others take its results.
 """
 
 from collections.abc import Callable
+import signal
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
+
+from longstraw_jax.interrupts import Interrupted
+
+_FAILED = -1  # where a signal's number stands otherwise
 
 
 class PeerError(RuntimeError):
@@ -66,6 +71,7 @@ def from_leader(
 
   Raises:
     PeerError: it raised in process 0, which ends with its own error.
+    Interrupted: a signal ended it there.
   """
   if jax.process_count() == 1:
     return compute()
@@ -73,16 +79,36 @@ def from_leader(
   if is_leader():
     try:
       value = np.asarray(compute(), np.float32)
-    except Exception as raised:  # told to the others first
+    except BaseException as raised:  # told to the others first
       error = raised
-  failed, value = multihost_utils.broadcast_one_to_all(
-    (np.int32(error is not None), value)
-  )
+  stop = _FAILED if error is not None else 0
+  if isinstance(error, Interrupted):
+    stop = error.number
+  elif isinstance(error, KeyboardInterrupt):
+    stop = int(signal.SIGINT)
+  stop, value = multihost_utils.broadcast_one_to_all((np.int32(stop), value))
   if error is not None:
     raise error
-  if failed:
+  if stop == _FAILED:
     raise PeerError("process 0 stopped; its own message says why")
+  if stop:
+    raise Interrupted(int(stop))
   return np.asarray(value)
+
+
+def on_leader(act: Callable[[], None]) -> None:
+  """Does something in process 0 alone; the others wait for it.
+
+  Raises:
+    PeerError: it raised in process 0, which ends with its own error.
+    Interrupted: a signal ended it there.
+  """
+
+  def compute() -> np.ndarray:
+    act()
+    return np.zeros(())
+
+  from_leader(compute, ())
 
 
 def fetch(x) -> np.ndarray:

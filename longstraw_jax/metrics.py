@@ -1,18 +1,25 @@
 """Where a run's figures go: rows.jsonl, TensorBoard, Weights & Biases."""
 
 from collections.abc import Mapping
+import contextlib
 import importlib.metadata
 import json
 import math
 import pathlib
 import resource
 import sys
+import time
 from typing import Any
 
 import jax
 import numpy as np
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
+from longstraw_jax.disk import write_whole, writing
+
+ROWS = "rows.jsonl"  # in a run's directory
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "longstraw_jax")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -80,69 +87,118 @@ class MetricLog:
       directory: of the run; rows.jsonl and tensorboard/ are kept in it.
       first_step: the first step that this process will write.
       wandb_project: also log to this Weights & Biases project.
-    """
-    self.path = pathlib.Path(directory) / "rows.jsonl"
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [row for row in read_rows(self.path) if row["step"] < first_step]
-    temporary = self.path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    temporary.replace(self.path)
-    self._file = self.path.open("a")
-    self._board = tensorboardX.SummaryWriter(
-      str(self.path.parent / "tensorboard"), purge_step=first_step
-    )
-    self._wandb = None
-    if wandb_project:
-      import wandb  # optional: only who asks for it needs it
 
-      self._wandb = wandb.init(project=wandb_project, dir=str(directory))
+    Raises:
+      DiskError: a file could not be written; the rows are as they were.
+      ValueError: wandb is asked for and not installed.
+    """
+    self.path = pathlib.Path(directory) / ROWS
+    self._wandb = _wandb_run(wandb_project, directory)
+    kept = [row for row in read_rows(self.path) if row["step"] < first_step]
+    lines = "".join(json.dumps(row) + "\n" for row in kept)
+    write_whole(self.path, lines.encode())
+    with writing(self.path):
+      self._file = self.path.open("a")
+    self._board = _Board(self.path.parent / "tensorboard", first_step)
 
   def write(self, row: Mapping[str, Any]) -> None:
-    """Writes one row; `step` says where it stands."""
+    """Writes one row; `step` says where it stands.
+
+    Raises:
+      DiskError: the disk is full.
+    """
     row = {name: plain(value) for name, value in row.items()}
-    self._file.write(json.dumps(row) + "\n")
-    self._file.flush()
+    with writing(self.path):
+      self._file.write(json.dumps(row) + "\n")
+      self._file.flush()
     numbers = {
       name: value
       for name, value in row.items()
       if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    for name, value in numbers.items():
-      self._board.add_scalar(name, value, row["step"])
+    self._board.write(numbers, row["step"])
     if self._wandb is not None:
       self._wandb.log(numbers, step=row["step"])
 
   def close(self) -> None:
-    """Flushes everything."""
-    self._file.close()
-    self._board.close()
+    """Lets go of everything; each row was flushed when it was written."""
+    for file in (self._file, self._board):
+      # What is still buffered is of a write that failed and was told of.
+      with contextlib.suppress(OSError):
+        file.close()
     if self._wandb is not None:
       self._wandb.finish()
 
 
-class NoLog:
-  """The log of a process that leaves writing to another."""
+class _Board:
+  """A TensorBoard file that is written where errors are seen.
 
-  def __init__(self, directory: str | pathlib.Path):
-    """Opens nothing; `path` is where the other one writes."""
-    self.path = pathlib.Path(directory) / "rows.jsonl"
+  tensorboardX's own SummaryWriter writes in a thread, which dies of a full disk
+  and leaves the program waiting for it.
+  """
 
-  def write(self, row: Mapping[str, Any]) -> None:
-    """Writes nothing."""
+  def __init__(self, directory: pathlib.Path, first_step: int):
+    self._directory = directory
+    with writing(directory):
+      directory.mkdir(exist_ok=True)
+      self._events = EventsWriter(str(directory / "events"))
+      # What an earlier process wrote of these steps and later is not shown.
+      start = SessionLog(status=SessionLog.START)
+      self._events.write_event(Event(step=first_step, session_log=start))
+      self._events.flush()
+
+  def write(self, numbers: Mapping[str, float], step: int) -> None:
+    with writing(self._directory):
+      for name, value in numbers.items():
+        event = Event(step=step, summary=scalar(name, value))
+        event.wall_time = time.time()
+        self._events.write_event(event)
+      self._events.flush()
 
   def close(self) -> None:
-    """There is nothing to close."""
+    self._events.close()
+
+
+def _wandb_run(project: str | None, directory: str | pathlib.Path):
+  """A run of Weights & Biases, or None where there is no project."""
+  if not project:
+    return None
+  try:
+    import wandb  # optional: only who asks for it needs it
+  except ImportError as error:
+    raise ValueError(
+      f"wandb_project={project!r} needs a package: pip install wandb"
+    ) from error
+  return wandb.init(project=project, dir=str(directory))
 
 
 def read_rows(path: str | pathlib.Path) -> list[dict[str, Any]]:
-  """The rows of a JSONL file; a last line cut short by a kill is dropped."""
+  """The rows of a JSONL file; lines that are none are dropped with a warning.
+
+  A last line without its end was cut short by a kill: dropped in silence.
+  """
   path = pathlib.Path(path)
   if not path.exists():
     return []
+  *lines, last = path.read_bytes().split(b"\n")
   rows = []
-  for line in path.read_text().splitlines():
-    try:
-      rows.append(json.loads(line))
-    except json.JSONDecodeError:
-      break
+  for number, line in enumerate([*lines, last], 1):
+    row = _row(line)
+    if row is not None:
+      rows.append(row)
+    elif number <= len(lines):
+      print(
+        f"warning: line {number} of {path} is no row and left out: "
+        f"{line[:60]!r}",
+        file=sys.stderr,
+      )
   return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+  try:
+    row = json.loads(line)
+  except ValueError:
+    return None
+  whole = isinstance(row, dict) and isinstance(row.get("step"), int)
+  return row if whole else None

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from longstraw_jax.interrupts import Interrupted
+
 RewardFn = Callable[..., float]
 KEYWORDS = ("prompt_ids", "response_ids", "truncated")
 
@@ -51,7 +53,9 @@ def load_reward(spec: str) -> RewardFn:
     )
   try:
     module = importlib.import_module(module_name)
-  except Exception as error:  # a module may raise anything while it loads
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # anything, sys.exit too, while it loads
     raise RewardError(
       f"reward {spec!r}: importing {module_name!r} failed with"
       f" {type(error).__name__}: {error}"
@@ -184,7 +188,9 @@ def score_responses(
         (info, {name: given[name][member] for name in keywords})
       )
       value = reward_fn(prompt_text, response_text, own[0], **own[1])
-    except Exception as error:
+    except (KeyboardInterrupt, Interrupted):
+      raise  # the run's own end
+    except BaseException as error:  # sys.exit too would end it without a word
       raise RewardError(
         f"the reward function raised {type(error).__name__} for member"
         f" {member}{where}: {error}"

@@ -1,6 +1,6 @@
 """A whole run: warm start, GRPO, evaluation, checkpoints, rows, curve."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import pathlib
@@ -10,16 +10,15 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
-import matplotlib
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from longstraw_jax.checkpoint import Checkpoints
-from longstraw_jax.distributed import PeerError, is_leader
+from longstraw_jax.checkpoint import CheckpointError, Checkpoints
+from longstraw_jax.curve import plot_curve
+from longstraw_jax.disk import DiskError, sole_writer
+from longstraw_jax.distributed import PeerError, is_leader, on_leader
+from longstraw_jax.interrupts import Interrupted, check, listen
 from longstraw_jax.metrics import (
+  ROWS,
   MetricLog,
-  NoLog,
   compile_count,
   device_name,
   peak_memory_bytes,
@@ -35,6 +34,8 @@ from longstraw_jax.train_config import OptimizerConfig
 from longstraw_jax.trainer import Trainer
 
 WARM_START, GRPO, FINAL = "warm_start", "grpo", "final"
+# What ends all processes of a run together, so that they can still save.
+TOLD = (RewardError, DiskError, PeerError, Interrupted, KeyboardInterrupt)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,8 @@ class Run:
     warm_task: the task at the warm start's prompt length.
     settings: what identifies the run; a checkpoint of others is refused.
     report: called with every row, for a progress bar.
+    accepted: called before the first change in `out`, which it is the first to
+      write to; a launch that is refused before changes nothing.
     mesh: of all devices that share the work; None takes the first alone.
   """
 
@@ -126,6 +129,7 @@ class Run:
   warm_task: Task
   settings: Mapping[str, Any]
   report: Callable[[dict], None] = lambda row: None
+  accepted: Callable[[], None] = lambda: None
   mesh: jax.sharding.Mesh | None = None
 
   def initial_state(self, params: Params) -> RunState:
@@ -148,56 +152,123 @@ class Run:
     """Runs to the end, from the last checkpoint where there is one.
 
     A checkpoint may be of another mesh, or of another number of processes.
+    Whatever ends a run early, the steps that were done are saved before it
+    ends, if the disk and the other processes allow it.
 
     Returns:
       All rows of the run, those before a restart included.
 
     Raises:
+      ValueError: another run is writing to the directory, or nobody can.
       CheckpointError: a checkpoint is damaged, of other settings, or cannot
         be written.
-      RewardError: the reward function failed; the run can be continued from
-        the step it failed at.
+      DiskError: another file cannot be written.
+      RewardError: the reward function failed.
+      PeerError: another process stopped.
+      Interrupted: a signal came.
     """
     checkpoints = Checkpoints(
       self.out / "checkpoints", self.config.keep_checkpoints
     )
+    self._check(checkpoints)
+    with sole_writer(self.out), listen():
+      state = self._first_state(checkpoints)
+      on_leader(self.accepted)
+      log = self._open_log(int(state.step))
+      try:
+        self._loop(state, checkpoints, log)
+      finally:
+        if log is not None:
+          log.close()
+      rows = read_rows(self.out / ROWS)
+      plot = lambda: plot_curve(rows, self.out / "curve.png", WARM_START)
+      on_leader(plot)
+    return rows
+
+  def _check(self, checkpoints: Checkpoints) -> None:
+    """Refuses what is already there before anything is written beside it."""
+    found = checkpoints.latest()
+    if found is not None:
+      checkpoints.check(found, self.settings)
+
+  def _first_state(self, checkpoints: Checkpoints) -> RunState:
     state = self.initial_state(self.initial_params(self.trainer.config.seed))
-    use_mesh = contextlib.nullcontext()
     if self.mesh is not None:
       state = place_at_rest(state, self.mesh)
-      use_mesh = jax.set_mesh(self.mesh)
     found = checkpoints.latest()
     if found is not None:
       state = checkpoints.restore(found, state, self.settings)
-    log = self._open_log(int(state.step))
+    return state
+
+  def _loop(self, state: RunState, checkpoints: Checkpoints, log) -> None:
+    """All steps; `state` is always that of the rows that are written."""
+    use_mesh = contextlib.nullcontext()
+    if self.mesh is not None:
+      use_mesh = jax.set_mesh(self.mesh)
     try:
       with use_mesh:
-        state = self._loop(state, checkpoints, log)
-    except (RewardError, PeerError):
-      self._save(checkpoints, state)  # all processes take part
+        for state in self._states(state, log):  # noqa: B020
+          due = int(state.step) % self.config.checkpoint_every == 0
+          if due or self._failed(checkpoints):
+            self._save(checkpoints, state)
+        self._save(checkpoints, state)
+        self._finish(state, log)
+        checkpoints.wait()
+    except BaseException as error:
+      self._rescue(checkpoints, state, error)
       raise
-    finally:
-      checkpoints.close()
-      log.close()
-    rows = read_rows(log.path)
-    if is_leader():
-      plot_curve(rows, self.out / "curve.png")
-    return rows
+    checkpoints.close()
 
-  def _open_log(self, step: int) -> MetricLog | NoLog:
-    if not is_leader():
-      return NoLog(self.out)
-    return MetricLog(self.out, step, self.config.wandb_project)
+  def _failed(self, checkpoints: Checkpoints) -> bool:
+    """Whether a save failed meanwhile; several processes ask when they save."""
+    return jax.process_count() == 1 and checkpoints.failed()
+
+  def _rescue(
+    self, checkpoints: Checkpoints, state: RunState, error: BaseException
+  ) -> None:
+    """Saves what was done before an error, where all processes know of it."""
+    if jax.process_count() > 1 and not isinstance(error, TOLD):
+      if isinstance(error, jax.errors.JaxRuntimeError):
+        raise PeerError(
+          "a device call failed, as when another process is lost: "
+          f"{str(error).splitlines()[0]}. Run again: the run continues from "
+          f"step {checkpoints.latest() or 0}"
+        ) from error
+      return
+    if isinstance(error, CheckpointError):
+      return
+    try:
+      self._save(checkpoints, state)
+      checkpoints.close()
+    except CheckpointError as second:
+      if isinstance(error, DiskError):
+        raise error from second  # one full disk is one error
+      raise CheckpointError(f"{error}; then {second}") from error
+
+  def _open_log(self, step: int) -> MetricLog | None:
+    """The log; None in a process that leaves writing to another."""
+    opened: list[MetricLog] = []
+    on_leader(
+      lambda: opened.append(
+        MetricLog(self.out, step, self.config.wandb_project)
+      )
+    )
+    return opened[0] if opened else None
 
   def _save(self, checkpoints: Checkpoints, state: RunState) -> None:
+    checkpoints.wait()  # after which all processes see the same ones
     if checkpoints.latest() != int(state.step):
       checkpoints.save(int(state.step), state, self.settings)
 
-  def _loop(self, state: RunState, checkpoints, log) -> RunState:
+  def _states(self, state: RunState, log) -> Iterator[RunState]:
+    """The state after every step whose row is written."""
     config = self.config
     while True:
+      check()
       warm = bool(state.warm)
       done = int(state.warm_steps if warm else state.grpo_steps)
+      if not warm and done >= config.steps:
+        return
       every = config.warm_start.eval_every if warm else config.eval_every
       row = {}
       if done % every == 0:
@@ -205,17 +276,14 @@ class Run:
       if warm and self._warm_enough(done, row):
         state = self._begin_grpo(state)
         continue
-      if not warm and done >= config.steps:
-        break
-      state, row = self._step(state, row)
+      new, row = self._step(state, row)
       self._write(log, row)
-      if int(state.step) % config.checkpoint_every == 0:
-        self._save(checkpoints, state)
-    self._save(checkpoints, state)
-    if "heldout_reward" not in row:
-      row |= self._evaluate(state)
-    self._write(log, {"phase": FINAL, "step": int(state.step)} | row)
-    return state
+      state = new
+      yield state
+
+  def _finish(self, state: RunState, log) -> None:
+    row = {"phase": FINAL, "step": int(state.step)}
+    self._write(log, row | self._evaluate(state))
 
   def _warm_enough(self, done: int, row: dict) -> bool:
     warm = self.config.warm_start
@@ -281,31 +349,9 @@ class Run:
       "versions": " ".join(f"{k}={v}" for k, v in versions().items()),
     }
     row["P"] = row.pop("prompt_tokens", self._prompt_tokens())
-    log.write(row)
+    on_leader(lambda: log.write(row))
     if is_leader():
       self.report(row)
 
   def _prompt_tokens(self) -> int:
     return len(self.trainer.task.sample(0, "train").prompt_ids)
-
-
-def plot_curve(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-  """Reward of the training groups and on held-out prompts, against steps."""
-  figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-  for name, label, style in (
-    ("reward_mean", "training groups", {"alpha": 0.4}),
-    ("heldout_reward", "held-out prompts", {"marker": "o", "markersize": 3}),
-  ):
-    points = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
-    if points:
-      axes.plot(*zip(*points, strict=True), label=label, **style)
-  warm = [r["step"] for r in rows if r["phase"] == WARM_START]
-  if warm:
-    axes.axvspan(0, max(warm) + 1, alpha=0.1, label="supervised warm start")
-  chance = rows[0].get("chance_level") if rows else None
-  if chance is not None:
-    axes.axhline(chance, linestyle=":", color="grey", label="chance")
-  axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02))
-  axes.legend(loc="best")
-  figure.savefig(path, dpi=120)
-  plt.close(figure)

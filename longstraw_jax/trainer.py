@@ -12,6 +12,7 @@ import numpy as np
 
 from longstraw_jax.checks import check_group, check_tokens
 from longstraw_jax.distributed import from_leader
+from longstraw_jax.interrupts import breakable, check
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.objectives import (
   LikelihoodObjective,
@@ -90,8 +91,8 @@ class Trainer:
         self.tokenizer.decode(x[: len(x) - end], special=True)
         for x, end in zip(sampled, ended, strict=True)
       ]
-      rows.append(
-        score_responses(
+      with breakable():
+        scores = score_responses(
           self.reward_fn,
           example.prompt_text,
           texts,
@@ -102,7 +103,7 @@ class Trainer:
           response_ids=sampled,
           truncated=[not end for end in ended],
         )
-      )
+      rows.append(scores)
     return np.stack(rows)
 
   def step(
@@ -138,6 +139,7 @@ class Trainer:
       jax.random.split(key, config.prompts_per_step),
     )
     jax.block_until_ready(groups)
+    check()
     clock.lap("rollout")
     groups = self._finish(groups, self.rewards(examples, groups))
     clock.lap("reward")
@@ -147,6 +149,7 @@ class Trainer:
       ref = score_reference(self.model, engine, reference, groups, prompts)
       groups = groups.replace(ref_logprobs=ref)
     jax.block_until_ready(groups)
+    check()
     clock.lap("score")
     figures = []
     for _ in range(config.updates_per_rollout):
@@ -165,6 +168,7 @@ class Trainer:
         states,
       )
       figures.append(jax.device_get(metrics))
+      check()
     clock.lap("update")
     tokens = prompts.size + int(np.sum(jax.device_get(groups.lengths)))
     row = summarize_groups(groups) | combine_metrics(figures)
@@ -278,6 +282,8 @@ class Trainer:
       prompt_ids,
       jax.random.split(key, num_prompts),
     )
+    jax.block_until_ready(groups)
+    check()
     return self.rewards(examples, groups)[:, 0]
 
 

@@ -131,7 +131,9 @@ class TrainGrpoTest(absltest.TestCase):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
       damaged = self._run("whole")
       self.assertEqual(damaged.returncode, 2)
-      self.assertRegex(damaged.stderr, r"checkpoint 7 .*is damaged.*Remove")
+      self.assertRegex(
+        damaged.stderr, r"checkpoint 7 .*is damaged.*Checkpoint 6 is whole"
+      )
       self.assertLen(damaged.stderr.strip().splitlines(), 1)
       shutil.rmtree(newest)
       self._run("whole")
