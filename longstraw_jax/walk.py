@@ -161,7 +161,6 @@ def _changed_share(live: Tree, followed: Tree, span: Span) -> Array:
 def _one_block(
   model: Model,
   write,
-  members: bool,
   params,
   carry,
   own,
@@ -170,6 +169,7 @@ def _one_block(
   targets,
   choices,
   span,
+  member,
 ):
   """One block of one member: outputs, taps of priors and of its own pages.
 
@@ -177,7 +177,7 @@ def _one_block(
   """
   segments = priors if own is None else (*priors, own)
   out = model.hidden(
-    params, tokens, span, segments, carry, choices, write, members=members
+    params, tokens, span, segments, carry, choices, write, member=member
   )
   changed = None
   if choices is not None:
@@ -204,9 +204,11 @@ def _block(
   positions = job.start + offset + jnp.arange(job.block, dtype=jnp.int32)
   room = job.block - lax.rem(offset, jnp.int32(job.block))
   length = jnp.clip(job.length - offset, 0, room)
-  call = functools.partial(_one_block, model, write, job.batched)
+  call = functools.partial(_one_block, model, write)
   span = Span(positions=positions, length=length)
+  member = None
   if job.batched:
+    member = jnp.arange(job.member_shape[0], dtype=jnp.int32)
     own_axes = (
       None if own is None else Pages(rows=0, taps=0, length=None, start=None)
     )
@@ -222,6 +224,7 @@ def _block(
         0,
         0,
         Span(positions=None, length=0),
+        0,
       ),
       out_axes=(0, None, 0, 0),
     )
@@ -231,7 +234,9 @@ def _block(
     job.choices,
   )
   tokens = cut(job.tokens)
-  return call(params, carry, own, priors, tokens, targets, choices, span)
+  return call(
+    params, carry, own, priors, tokens, targets, choices, span, member
+  )
 
 
 def _own_pages(job: Job, rows: Tree, taps: Tree | None, offset) -> Pages | None:

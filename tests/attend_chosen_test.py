@@ -34,7 +34,7 @@ def arrays(seed=0):
   return q, rows, used, normal(size=(T, N, V))
 
 
-def segment_of(rows, tap, striping=None):
+def segment_of(rows, tap, striping=None, member=None):
   """A tap is {"x": accumulator}."""
   layer, length, start = map(jnp.int32, (LAYER, LENGTH, START))
   return Segment(
@@ -43,12 +43,13 @@ def segment_of(rows, tap, striping=None):
     layer=layer,
     length=length,
     start=start,
+    member=member,
     striping=striping,
   )
 
 
-def chosen(q, keys, rows, tap, striping=None):
-  segment = segment_of(rows, tap, striping)
+def chosen(q, keys, rows, tap, striping=None, member=None):
+  segment = segment_of(rows, tap, striping, member)
   o, (tap,) = attend_chosen(
     q, keys, (segment,), name="x", value_dim=V, query_block=4
   )
@@ -116,8 +117,9 @@ class AttendChosenTest(parameterized.TestCase):
     @jax.jit
     def run(q, rows, used):
       def call(q, tap):
-        one = lambda q, keys: chosen(q, keys, rows, tap, striping)
-        return jax.vmap(one, out_axes=(0, None), spmd_axis_name=name)(q, keys)
+        one = lambda *args: chosen(*args[:2], rows, tap, striping, args[2])
+        over_members = jax.vmap(one, out_axes=(0, None), spmd_axis_name=name)
+        return over_members(q, keys, jnp.arange(2))
 
       (o, _), pull_back = jax.vjp(call, q, {"x": used})
       return o, pull_back((do, {"x": used}))

@@ -47,12 +47,19 @@ def blocks(row_block):
 
 
 def shared_blocks(row_block):
-  """blocks for members of one loss."""
+  """blocks of several members of one loss."""
 
-  def call(x, gate_up, down, weights, ids):
-    return blocks(row_block)(x, Shared(gate_up), Shared(down), weights, ids)
+  def call(member, x, gate_up, down, weights, ids):
+    matrices = Shared(gate_up, member), Shared(down, member)
+    return blocks(row_block)(x, *matrices, weights, ids)
 
-  return call
+  def over_members(x, gate_up, down, weights, ids):
+    axes = (0, 0, None, None, 0, 0)
+    return jax.vmap(call, axes)(
+      jnp.arange(x.shape[0]), x, gate_up, down, weights, ids
+    )
+
+  return over_members
 
 
 def dense(x, gate_up, down, weights, ids):
@@ -153,15 +160,13 @@ class ExpertsTest(parameterized.TestCase):
 
     plain = functools.partial(over_members, dense)
     wanted = jax.jit(with_gradients(plain))(operands, ids, dy)
-    for call in (blocks(4), shared_blocks(4)):
-      run = with_gradients(functools.partial(over_members, call))
-      got = (run if context == "eager" else jax.jit(run))(operands, ids, dy)
-      self.assert_close(got, wanted)
+    run = with_gradients(functools.partial(over_members, blocks(4)))
+    got = (run if context == "eager" else jax.jit(run))(operands, ids, dy)
+    self.assert_close(got, wanted)
 
   def test_members_of_one_loss_have_one_gradient(self):
     operands, ids, dy = arrays(7, 2, 4, members=(M,))
-    axes = (0, None, None, 0, 0)
-    run = with_gradients(jax.vmap(shared_blocks(4), axes))
+    run = with_gradients(shared_blocks(4))
     shapes = made_shapes(run, operands, ids, dy)
     for x in operands[1:3]:
       self.assertIn(x.shape, shapes)
@@ -212,12 +217,14 @@ class ExpertsTest(parameterized.TestCase):
     """Members share within a loss, losses do not."""
     operands, ids, dy = arrays(7, 2, 4, members=(2, M))
 
-    def losses(call):
-      over_members = jax.vmap(call, (0, None, None, 0, 0))
+    def losses(over_members):
       run = jax.vmap(with_gradients(over_members), ((0, None, None, 0), 0, 0))
       return jax.jit(run)(operands, ids, dy)
 
-    self.assert_close(losses(shared_blocks(4)), losses(dense))
+    members_of = lambda call: jax.vmap(call, (0, None, None, 0, 0))
+    wanted = losses(members_of(dense))
+    self.assert_close(losses(shared_blocks(4)), wanted)
+    self.assert_close(losses(members_of(blocks(4))), wanted)
 
   @parameterized.parameters((), (M,))
   def test_frozen_matrices_cost_neither_product_nor_buffer(self, *members):

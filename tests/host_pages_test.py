@@ -62,6 +62,32 @@ def stacked(name: str, dtype: str = "float64", repeats: int = 2, **options):
   return model, params
 
 
+def refused_under_vmap(over):
+  """Gradients of several groups over one state in host memory."""
+  model, params = stacked("tiny-hybrid")
+  state = capture(
+    model, params, PROMPT, chunk_size=CHUNK, grad_scope="full", pages="host"
+  )
+
+  def one(advantages, responses):
+    group = GROUP.replace(advantages=advantages, responses=responses)
+    return group_gradient(
+      model,
+      params,
+      PROMPT,
+      group,
+      OBJECTIVE,
+      chunk_size=CHUNK,
+      members_at_once=2,
+      state=state,
+    )[1]
+
+  args = {"advantages": GROUP.advantages, "responses": GROUP.responses}
+  axes = tuple(0 if name == over else None for name in args)
+  args |= {over: jnp.stack([args[over], args[over][::-1]])}
+  return jax.vmap(one, axes)(*args.values())
+
+
 def objective(logprobs, entropy, group):
   """The scores as well, so that one program gives everything."""
   loss, metrics = OBJECTIVE(logprobs, entropy, group)
@@ -102,6 +128,11 @@ def assert_same(found, wanted, tolerance: float = 0.0):
 
 
 class HostPagesTest(parameterized.TestCase):
+  @parameterized.parameters("advantages", "responses")
+  def test_gradients_of_several_losses_are_refused(self, over):
+    with self.assertRaisesRegex(ValueError, "pages='device'"):
+      refused_under_vmap(over)
+
   def test_equal_to_the_bit(self):
     device, host = (
       everything(*build("tiny-hybrid"), "full", pages) for pages in PLACES

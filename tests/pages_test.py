@@ -47,9 +47,11 @@ def arrays(seed=0, dtype="float64", members=()):
   return normal(*members, T, N, H), rows, used, cotangents
 
 
-def segment_of(rows, tap, length, start=0):
+def segment_of(rows, tap, length, start=0, member=None):
   layer, length, start = map(jnp.int32, (LAYER, length, start))
-  return Segment(rows=rows, tap=tap, layer=layer, length=length, start=start)
+  return Segment(
+    rows=rows, tap=tap, layer=layer, length=length, start=start, member=member
+  )
 
 
 def dense_gradients(q, rows, cotangents, length):
@@ -78,9 +80,9 @@ READERS = {
 }
 
 
-def read_sixteen(reader, rows, q, tap):
+def read_sixteen(reader, rows, q, tap, member=None):
   """((o, lse), tap) of the first 16 rows, by any of the primitives."""
-  segment = segment_of(rows, tap, 16)
+  segment = segment_of(rows, tap, 16, member=member)
   if reader != "read_block":
     return READERS[reader](q, segment, 8)
   (block, _, filled), tap = read_block(segment, jnp.int32(0), 16)
@@ -179,8 +181,9 @@ class PagesTest(parameterized.TestCase):
     read = functools.partial(read_sixteen, reader, rows)
 
     def gradients(q, tap, cotangents, used):
-      call = jax.vmap(read, in_axes=(0, None), out_axes=(0, None))
-      out, pull_back = jax.vjp(call, q, tap)
+      number = jnp.arange(members)
+      call = jax.vmap(read, in_axes=(0, None, 0), out_axes=(0, None))
+      out, pull_back = jax.vjp(lambda q, tap: call(q, tap, number), q, tap)
       return out[0], pull_back((cotangents, used))
 
     args = (q, used, cotangents, used)

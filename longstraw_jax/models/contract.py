@@ -12,7 +12,8 @@ and declares, as a plain method that needs no parameters, what it will add:
 A feed-forward is y_TD = ffn(x_TD); one that chooses (an expert a token) says
 so by `chooses = True` and is y_TD, chosen = ffn(x_TD, choices). One may name
 parameters of experts, `stacked`, that it gives to expert_mlp as they come: they
-are a StackedLayer where they are frozen, Shared where members share them.
+are a StackedLayer where they are frozen, Shared where members of one loss do
+share them.
 
 Either may name, as class attributes, `constants`: parameters by the start of
 their path that no gradient reaches and no optimizer may touch; and a mixer

@@ -154,7 +154,7 @@ def _remat(apply: Callable, saved: str, staged: bool) -> Callable:
   return jax.checkpoint(apply, prevent_cse=False, policy=policy)
 
 
-def _marked_experts(blocks, params, stacked, layer, members: bool) -> Tree:
+def _marked_experts(blocks, params, stacked, layer, member) -> Tree:
   """A layer's parameters with the experts as expert_mlp takes them.
 
   Frozen ones are read in the stack of all layers, learning ones are shared by
@@ -166,8 +166,8 @@ def _marked_experts(blocks, params, stacked, layer, members: bool) -> Tree:
       path = (f"layer_{j}", *path)
       if path in stacked:
         flat[path] = StackedLayer(stacked[path], layer)
-      elif members:
-        flat[path] = Shared(flat[path])
+      elif member is not None:
+        flat[path] = Shared(flat[path], member)
   return traverse_util.unflatten_dict(flat)
 
 
@@ -310,7 +310,7 @@ class Model:
     choices: Tree | None = None,
     write: Writer | None = None,
     *,
-    members: bool = False,
+    member: Int[Array, ""] | None = None,
   ) -> Hidden:
     """Runs one call's tokens through every layer.
 
@@ -328,8 +328,8 @@ class Model:
         which are in host memory; None hands the rows back. A loop around this
         call may not both carry host buffers and have a layer scan inside read
         them as a constant: XLA for GPUs then loses track of where they are.
-      members: whether the innermost jax.vmap around this call is one over
-        members of one loss, which is differentiated outside it.
+      member: the member's number, under a jax.vmap over members of one loss
+        that is differentiated outside it (see ops/members.py).
     """
     tree = params.merged()
     x_TD = tree["embed"][tokens].astype(self.config.dtype)
@@ -338,7 +338,7 @@ class Model:
     rows, new_carry, chosen = {}, {}, {}
     for i, stage in enumerate(self.config.stages):
       name = f"stage_{i}"
-      body = functools.partial(self._layer, self.blocks[i], span, members)
+      body = functools.partial(self._layer, self.blocks[i], span, member)
       views = [s.replace(rows=s.rows[name], taps=None) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
       follow = {} if choices is None else choices[name]
@@ -386,14 +386,14 @@ class Model:
     return traverse_util.unflatten_dict(flat), stacked
 
   def _layer(
-    self, blocks, span, members, stacked, views, write, running, inputs
+    self, blocks, span, member, stacked, views, write, running, inputs
   ):
     """One repeat of a stage's pattern; the scan's body."""
     x_TD, taps, written = running
     if write is not None:
       views = [*views[:-1], views[-1].replace(rows=written)]
     params, carry, choices, index = inputs
-    params = _marked_experts(blocks, params, stacked, index, members)
+    params = _marked_experts(blocks, params, stacked, index, member)
     rows, new_carry, chosen, shared = {}, {}, {}, {}
     for j, block in enumerate(blocks):
       name = f"layer_{j}"
@@ -404,6 +404,7 @@ class Model:
           layer=index,
           length=view.length,
           start=view.start,
+          member=member,
           striping=view.striping,
           dtype=self.config.dtype if self.config.page_dtype else None,
         )

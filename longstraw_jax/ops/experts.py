@@ -31,10 +31,10 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.ops.members import (
   any_leaf,
-  every_leaf,
   fold_members,
   give_member_axis,
   one_by_one,
+  one_gradient_for_members,
   unfold_members,
 )
 from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
@@ -140,17 +140,18 @@ class StackedLayer:
 
 @struct.dataclass
 class Shared:
-  """Matrices that all calls of the innermost jax.vmap share.
+  """Matrices that the members of one loss share.
 
-  Those are members of one loss, which is differentiated outside that vmap: the
-  matrices' gradient is their sum, made in one buffer. Without this mark every
-  call of a vmap has a gradient of its own, as jax.vmap of jax.grad needs.
+  Their gradient is the members' sum, made in one buffer; without this mark
+  every call of a jax.vmap has a gradient of its own (see ops/members.py).
 
   Attributes:
     matrices: [E, I, O].
+    member: the number of the member, under the jax.vmap over members.
   """
 
   matrices: Float[Array, "E I O"]
+  member: Int[Array, ""]
 
 
 def _matrix(matrices, expert, dtype):
@@ -351,7 +352,7 @@ def _backward(row_block, folded, wanted, routed, matrices, dy_TD):
   return sharding.run(
     call,
     (sharding.tokens, sharding.matrices(matrices), sharding.tokens),
-    (summed, summed, dmatrices),
+    ((summed, summed), dmatrices),
   )(routed, matrices, dy_TD)
 
 
@@ -402,11 +403,11 @@ def _backward_part(
   dx_TD, dweights, dgate_up, ddown = carry
   dweights_TA = dweights.reshape(routed.weights.shape)
   total = lambda one: one and sharding.sum_members(one.everyone)
-  return (
+  own = (
     sharding.sum_experts(dx_TD).astype(x_TD.dtype),
     sharding.sum_experts(dweights_TA).astype(routed.weights.dtype),
-    _Matrices(gate_up=total(dgate_up), down=total(ddown)),
   )
+  return own, _Matrices(gate_up=total(dgate_up), down=total(ddown))
 
 
 # --- Members ---------------------------------------------------------------
@@ -423,7 +424,7 @@ def _forward_members(row_block: int, folded: bool = False):
   @forward.def_vmap
   def rule(axis_size, batched, routed, matrices):
     if any_leaf(batched[1]):
-      return one_by_one(forward.fun, axis_size, batched, (routed, matrices))
+      return one_by_one(forward, batched, (routed, matrices))
     routed = fold_members(give_member_axis(axis_size, batched[0], routed))
     together = _forward_members(row_block, members_divide(axis_size))
     return unfold_members(together(routed, matrices), axis_size), True
@@ -432,61 +433,46 @@ def _forward_members(row_block: int, folded: bool = False):
 
 
 @functools.cache
-def _backward_members(
-  row_block: int, wanted: _Wanted, shared: bool = False, folded: bool = False
-):
-  """The backward pass with the same rule, where one gradient serves them all.
+def _backward_members(row_block: int, wanted: _Wanted, folded: bool = False):
+  """The backward pass, in which members share the matrices' gradient.
 
   Args:
     row_block: as in expert_mlp.
     wanted: which matrices have a gradient.
-    shared: whether the next batch is of members that share it.
     folded: whether the tokens are those of members that a mesh may deal.
   """
 
-  @custom_vmap
-  def backward(routed, matrices, dy_TD):
+  def apart(own, matrices):
+    routed, dy_TD = own
     return _backward(row_block, folded, wanted, routed, matrices, dy_TD)
 
-  @backward.def_vmap
-  def rule(axis_size, batched, routed, matrices, dy_TD):
-    args = routed, matrices, dy_TD
-    # Tokens without members that meet cotangents with: several pullbacks of
-    # one call, whose gradients must not be summed.
-    summed = shared or not (wanted.gate_up or wanted.down)
-    if any_leaf(batched[1]) or not any_leaf(batched[0]) or not summed:
-      return one_by_one(backward.fun, axis_size, batched, args)
-    routed, dy_TD = give_member_axis(
-      axis_size, (batched[0], batched[2]), (routed, dy_TD)
-    )
-    together = _backward_members(
-      row_block, wanted, folded=members_divide(axis_size)
-    )
-    dx, dweights, dmatrices = together(
-      fold_members(routed), matrices, fold_members(dy_TD)
-    )
-    dx, dweights = unfold_members((dx, dweights), axis_size)
-    out = dx, dweights, dmatrices
-    return out, (True, True, every_leaf(dmatrices, False))
+  def together(members, own, matrices):
+    call = _backward_members(row_block, wanted, members_divide(members))
+    own, dmatrices = call(None, fold_members(own), matrices)
+    return unfold_members(own, members), dmatrices
 
-  return backward
+  return one_gradient_for_members(
+    apart,
+    together,
+    several=one_by_one,
+    shared_learns=wanted.gate_up or wanted.down,
+  )
 
 
 # --- The function ----------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _expert_mlp(row_block, shared, x_TD, weights_TA, gate_up, down, experts_TA):
-  del shared  # of the backward pass
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _expert_mlp(row_block, x_TD, weights_TA, gate_up, down, experts_TA, member):
+  del member  # of the backward pass
   routed = _Routed(x=x_TD, experts=experts_TA, weights=weights_TA)
   matrices = _Matrices(gate_up=gate_up, down=down)
   return _forward_members(row_block)(routed, matrices)
 
 
 def _expert_mlp_fwd(
-  row_block, shared, x_TD, weights_TA, gate_up, down, experts_TA
+  row_block, x_TD, weights_TA, gate_up, down, experts_TA, member
 ):
-  del shared
   routed = _Routed(
     x=x_TD.value, experts=experts_TA.value, weights=weights_TA.value
   )
@@ -504,16 +490,16 @@ def _expert_mlp_fwd(
         "trainable (Model.split)"
       )
   y_TD = _forward_members(row_block)(routed, matrices)
-  return y_TD, (routed, matrices, wanted)
+  return y_TD, (value(member), routed, matrices, wanted)
 
 
-def _expert_mlp_bwd(row_block, shared, residuals, dy_TD):
+def _expert_mlp_bwd(row_block, residuals, dy_TD):
   if isinstance(dy_TD, SymbolicZero):
-    return (None,) * 5
-  routed, matrices, wanted = residuals
-  backward = _backward_members(row_block, wanted, shared)
-  dx, dweights, dmatrices = backward(routed, matrices, dy_TD)
-  return dx, dweights, dmatrices.gate_up, dmatrices.down, None
+    return (None,) * 6
+  member, routed, matrices, wanted = residuals
+  backward = _backward_members(row_block, wanted)
+  (dx, dweights), dmatrices = backward(member, (routed, dy_TD), matrices)
+  return dx, dweights, dmatrices.gate_up, dmatrices.down, None, None
 
 
 _expert_mlp.defvjp(_expert_mlp_fwd, _expert_mlp_bwd, symbolic_zeros=True)
@@ -535,7 +521,7 @@ def expert_mlp(
 
   Under jax.vmap over calls that share the matrices these are only more tokens
   of the forward pass, and of the backward pass where no matrix learns or they
-  are marked as Shared; otherwise they are pulled back one by one.
+  are members of one loss (Shared); otherwise they are pulled back one by one.
 
   Args:
     x_TD: tokens. Padding may stand among them: it is routed like the rest,
@@ -555,10 +541,10 @@ def expert_mlp(
     y_TD in the dtype of x, summed in float32 or wider.
   """
   both = (gate_up_EDF, down_EFD)
-  shared = any(isinstance(one, Shared) for one in both)
+  member = next((x.member for x in both if isinstance(x, Shared)), None)
   gate_up, down = (
     one.matrices if isinstance(one, Shared) else one for one in both
   )
   return _expert_mlp(
-    row_block, shared, x_TD, weights_TA, gate_up, down, experts_TA
+    row_block, x_TD, weights_TA, gate_up, down, experts_TA, member
   )

@@ -46,7 +46,7 @@ def _product_members(row_block: int, folded: bool = False):
   @product.def_vmap
   def rule(axis_size, batched, x_TD, w_DE):
     if batched[1]:
-      return one_by_one(product.fun, axis_size, batched, (x_TD, w_DE))
+      return one_by_one(product, batched, (x_TD, w_DE))
     together = _product_members(row_block, members_divide(axis_size))
     return unfold_members(together(fold_members(x_TD), w_DE), axis_size), True
 

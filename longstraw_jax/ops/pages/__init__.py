@@ -16,8 +16,9 @@ saves what it carries, and a segment holds the whole buffer.
 Without a tap (None) nothing flows into the pages. Forward-mode
 differentiation is refused, as for every jax.custom_vjp.
 
-Under jax.vmap over members that share a segment the accumulator stays one
-buffer: the backward passes sum over the members before they add.
+Under jax.vmap every call has an accumulator of its own, as jax.vmap of jax.grad
+needs. Only members of one loss, which the walk marks (Segment.member), share
+one buffer: the backward passes sum over the members before they add.
 """
 
 from longstraw_jax.ops.pages.attend import attend

@@ -5,11 +5,14 @@ import functools
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from longstraw_jax.ops.members import fold_members, give_member_axis
+from longstraw_jax.ops.members import (
+  fold_members,
+  one_gradient_for_members,
+  unfold_members,
+)
 from longstraw_jax.ops.pages.own import normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
@@ -17,8 +20,8 @@ from longstraw_jax.ops.pages.segment import (
   Place,
   Segment,
   add_block,
-  adds_apart,
   block_trips,
+  hand_on,
   read_slots,
 )
 from longstraw_jax.ops.pages.striping import (
@@ -149,52 +152,39 @@ def _attend_backward_part(size, folded, queries, rows, place, tap):
 
 @functools.cache
 def _attend_backward_members(size: int, folded: bool = False):
-  """The backward pass with its own rule for a batch of members."""
+  """The backward pass, in which members that share the rows share the tap."""
 
-  @custom_vmap
-  def backward(saved, cotangents, rows, place, tap):
-    return _attend_backward(size, folded, saved, cotangents, rows, place, tap)
+  def apart(own, shared):
+    return _attend_backward(size, folded, *own, *shared)
 
-  @backward.def_vmap
-  def rule(axis_size, batched, saved, cotangents, rows, place, tap):
-    apart = adds_apart(batched[0], batched[2:])
-    saved, cotangents = give_member_axis(
-      axis_size, batched[:2], (saved, cotangents)
-    )
-    if apart:
-      pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
-      one = functools.partial(_attend_backward, size, False)
-      dq, tap = jax.vmap(one)(saved, cotangents, *pages)
-      return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
+  def together(members, own, shared):
     # Members that share the rows are only more queries over them.
-    q = saved[0]
-    saved, cotangents = fold_members((saved, cotangents))
-    together = _attend_backward_members(size, members_divide(axis_size))
-    dq, tap = together(saved, cotangents, rows, place, tap)
-    return (dq.reshape(q.shape), tap), (
-      True,
-      jax.tree.map(lambda _: False, tap),
-    )
+    call = _attend_backward_members(size, members_divide(members))
+    dq, tap = call(None, fold_members(own), shared)
+    return unfold_members(dq, members), tap
 
-  return backward
+  return one_gradient_for_members(apart, together)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(size, q_TNH, rows, place, tap):
+  tap = hand_on(place, (q_TNH, rows), tap)
   return _attend_forward(size, q_TNH, rows, place), tap
 
 
 def _attend_fwd(size, q_TNH, rows, place, tap):
   o, lse = _attend_forward(size, q_TNH, rows, place)
   o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
+  tap = hand_on(place, (q_TNH, rows), tap)
   return ((o, lse), tap), (q_TNH, o, lse, rows, place)
 
 
 def _attend_bwd(size, residuals, cotangents):
   q_TNH, o, lse, rows, place = residuals
   (do, dlse), dtap = cotangents
+  own = (q_TNH, o, lse), (do, dlse)
   dq, dtap = _attend_backward_members(size)(
-    (q_TNH, o, lse), (do, dlse), rows, place, dtap
+    place.member, own, (rows, place.unnumbered, dtap)
   )
   return dq, None, None, dtap
 

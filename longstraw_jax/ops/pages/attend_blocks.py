@@ -7,18 +7,17 @@ import functools
 import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
-from longstraw_jax.ops.members import give_member_axis
+from longstraw_jax.ops.members import one_gradient_for_members
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
   PAGE_ATTENTION,
   Place,
   Segment,
   add_block,
-  adds_apart,
   block_trips,
+  hand_on,
   read_slots,
 )
 from longstraw_jax.ops.pages.striping import (
@@ -143,49 +142,39 @@ def _blocks_backward_part(
 
 @functools.cache
 def _blocks_backward_members(part: Part, size: int, folded: bool = False):
-  @custom_vmap
-  def backward(saved, cotangents, rows, place, tap):
-    return _blocks_backward(
-      part, size, folded, saved, cotangents, rows, place, tap
-    )
+  """The backward pass, in which members that share the rows share the tap."""
 
-  @backward.def_vmap
-  def rule(axis_size, batched, saved, cotangents, rows, place, tap):
-    apart = adds_apart(batched[0], batched[2:])
-    saved, cotangents = give_member_axis(
-      axis_size, batched[:2], (saved, cotangents)
-    )
-    every = lambda tree, value: jax.tree.map(lambda _: value, tree)
-    if apart:
-      pages = give_member_axis(axis_size, batched[2:], (rows, place, tap))
-      one = functools.partial(_blocks_backward, part, size, False)
-      out = jax.vmap(one)(saved, cotangents, *pages)
-      return out, every(out, True)
-    shared = _blocks_backward_members(
-      _Members(part), size, members_divide(axis_size)
-    )
-    doperands, tap = shared(saved, cotangents, rows, place, tap)
-    return (doperands, tap), (every(doperands, True), every(tap, False))
+  def apart(own, shared):
+    return _blocks_backward(part, size, folded, *own, *shared)
 
-  return backward
+  def together(members, own, shared):
+    call = _blocks_backward_members(
+      _Members(part), size, members_divide(members)
+    )
+    return call(None, own, shared)
+
+  return one_gradient_for_members(apart, together)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_blocks(part, size, operands, rows, place, tap):
+  tap = hand_on(place, (operands, rows), tap)
   return _blocks_forward(part, size, operands, rows, place), tap
 
 
 def _attend_blocks_fwd(part, size, operands, rows, place, tap):
   o, lse = _blocks_forward(part, size, operands, rows, place)
   o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
+  tap = hand_on(place, (operands, rows), tap)
   return ((o, lse), tap), (operands, o, lse, rows, place)
 
 
 def _attend_blocks_bwd(part, size, residuals, cotangents):
   operands, o, lse, rows, place = residuals
   (do, dlse), dtap = cotangents
+  own = (operands, o, lse), (do, dlse)
   doperands, dtap = _blocks_backward_members(part, size)(
-    (operands, o, lse), (do, dlse), rows, place, dtap
+    place.member, own, (rows, place.unnumbered, dtap)
   )
   return doperands, None, None, dtap
 

@@ -6,11 +6,14 @@ from typing import NamedTuple
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from longstraw_jax.ops.members import fold_members, give_member_axis
+from longstraw_jax.ops.members import (
+  fold_members,
+  one_gradient_for_members,
+  unfold_members,
+)
 from longstraw_jax.ops.pages.own import merge, normalise
 from longstraw_jax.ops.pages.segment import (
   EMPTY_LSE,
@@ -19,7 +22,7 @@ from longstraw_jax.ops.pages.segment import (
   Place,
   Segment,
   add_block,
-  adds_apart,
+  hand_on,
 )
 from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import (
@@ -268,30 +271,18 @@ def _backward_part(sizes: _Sizes, queries, rows, place, tap):
 
 @functools.cache
 def _backward_members(sizes: _Sizes):
-  """The backward pass with its own rule for a batch of members."""
+  """The backward pass, in which members that share the rows share the tap."""
 
-  @custom_vmap
-  def backward(queries, rows, place, tap):
-    return _backward(sizes, queries, rows, place, tap)
+  def apart(queries, shared):
+    return _backward(sizes, queries, *shared)
 
-  @backward.def_vmap
-  def rule(axis_size, batched, queries, rows, place, tap):
-    q, _, lse, _, keys = batched[0]
-    apart = adds_apart((q, lse, keys), batched[1:])
-    (queries,) = give_member_axis(axis_size, batched[:1], (queries,))
-    if apart:
-      pages = give_member_axis(axis_size, batched[1:], (rows, place, tap))
-      one = functools.partial(_backward, sizes)
-      dq, tap = jax.vmap(one)(queries, *pages)
-      return (dq, tap), (True, jax.tree.map(lambda _: True, tap))
+  def together(members, queries, shared):
     # Members that share the rows are only more queries over them.
-    dq, tap = backward(fold_members(queries), rows, place, tap)
-    return (dq.reshape(queries[0].shape), tap), (
-      True,
-      jax.tree.map(lambda _: False, tap),
-    )
+    call = _backward_members(sizes)
+    dq, tap = call(None, fold_members(queries), shared)
+    return unfold_members(dq, members), tap
 
-  return backward
+  return one_gradient_for_members(apart, together)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -308,6 +299,10 @@ def _attend_fwd(sizes: _Sizes, q_TNH, keys_TA, segments, taps):
   )
   # As later layers take it: what is kept is half as wide.
   o, lse = checkpoint_name((o.astype(q_TNH.dtype), lse), PAGE_ATTENTION)
+  taps = tuple(
+    hand_on(place, (*queries, rows), tap)
+    for (rows, place), tap in zip(segments, taps, strict=True)
+  )
   return (o, taps), (q_TNH, keys_TA, o, lse, segments)
 
 
@@ -316,9 +311,10 @@ def _attend_bwd(sizes: _Sizes, residuals, cotangents):
   do_TNH, dtaps = cotangents
   delta_TN = (widen(do_TNH) * o_TNH).sum(-1)
   queries = (q_TNH, do_TNH, lse_TN, delta_TN, keys_TA)
+  backward = _backward_members(sizes)
   grads = [
-    _backward_members(sizes)(queries, *segment, tap)
-    for segment, tap in zip(segments, dtaps, strict=True)
+    backward(place.member, queries, (rows, place.unnumbered, tap))
+    for (rows, place), tap in zip(segments, dtaps, strict=True)
   ]
   dq_TNH = sum(dq for dq, _ in grads)
   return dq_TNH.astype(q_TNH.dtype), None, None, tuple(t for _, t in grads)

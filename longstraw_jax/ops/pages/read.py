@@ -4,16 +4,15 @@ import functools
 
 import jax
 from jax import lax
-from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from longstraw_jax.ops.members import fold_members, give_member_axis
+from longstraw_jax.ops.members import fold_members, one_gradient_for_members
 from longstraw_jax.ops.pages.segment import (
   Place,
   Segment,
   add_block,
-  adds_apart,
+  hand_on,
   read_slots,
 )
 from longstraw_jax.ops.pages.stored import expand
@@ -21,42 +20,43 @@ from longstraw_jax.ops.pages.striping import on_owners, row_specs, sum_owners
 from longstraw_jax.sharding import WHOLE
 
 
-@custom_vmap
-def _add_rows(tap, layer, offset, drows):
-  return {
-    name: add_block(buffer, layer, offset, drows[name])
+def _add_block(own, shared):
+  """Adds a block of rows to one layer of the tap."""
+  (offset, drows), (place, tap) = own, shared
+  return (), {
+    name: add_block(buffer, place.layer, offset, drows[name])
     for name, buffer in tap.items()
   }
 
 
-@_add_rows.def_vmap
-def _add_rows_members(axis_size, batched, tap, layer, offset, drows):
-  if adds_apart(batched[1:3], batched[0]):
-    args = give_member_axis(axis_size, batched, (tap, layer, offset, drows))
-    tap = jax.vmap(_add_rows.fun)(*args)
-    return tap, jax.tree.map(lambda _: True, tap)
-  members = give_member_axis(axis_size, batched[1:], (layer, offset, drows))
-  add = lambda tap, member: (_add_rows(tap, *member), None)
-  tap, _ = lax.scan(add, tap, members)
-  return tap, jax.tree.map(lambda _: False, tap)
+def _add_blocks(members, own, shared):
+  """The same of several members, one after the other."""
+  del members
+  place, tap = shared
+  add = lambda tap, own: (_add_block(own, (place, tap))[1], None)
+  return (), lax.scan(add, tap, own)[0]
+
+
+_add_rows = one_gradient_for_members(_add_block, _add_blocks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _read_block(size, index, rows, place, tap):
-  block, positions, filled, _ = read_slots(rows, place, index, size)
-  return (block, positions, filled), tap
+  return _read_block_fwd(size, index, rows, place, tap)[0]
 
 
 def _read_block_fwd(size, index, rows, place, tap):
   block, positions, filled, offset = read_slots(rows, place, index, size)
-  return ((block, positions, filled), tap), (place.layer, offset)
+  tap = hand_on(place, (index, rows), tap)
+  return ((block, positions, filled), tap), (place, offset)
 
 
 def _read_block_bwd(size, residuals, cotangents):
-  layer, offset = residuals
+  place, offset = residuals
   (drows, _, _), dtap = cotangents
   if dtap is not None:
-    dtap = _add_rows(dtap, layer, offset, drows)
+    shared = place.unnumbered, dtap
+    _, dtap = _add_rows(place.member, (offset, drows), shared)
   return None, None, None, dtap
 
 
@@ -97,7 +97,8 @@ def _read_shared_block(segment: Segment, index, size: int):
 
 def _rows_at(buffer: Array, layer, slots):
   """The index of rows `slots` of one layer, whatever axes lie between."""
-  return buffer.at[layer, ..., slots, :]
+  # A constant under jax.jit has no `at`.
+  return jnp.asarray(buffer).at[layer, ..., slots, :]
 
 
 def _scatter_part(tap, place, positions, drows):
@@ -110,26 +111,23 @@ def _scatter_part(tap, place, positions, drows):
   }
 
 
-@custom_vmap
-def _scatter_rows(tap, place, positions, drows):
+def _scatter(own, shared):
   """Adds rows [Q, A, H] at their positions; what lies outside is dropped."""
+  (positions, drows), (place, tap) = own, shared
   specs = row_specs(tap)
-  return on_owners(
+  call = on_owners(
     place.striping, _scatter_part, (specs, WHOLE, WHOLE, WHOLE), specs
-  )(tap, place, positions, drows)
-
-
-@_scatter_rows.def_vmap
-def _scatter_rows_members(axis_size, batched, tap, place, positions, drows):
-  if adds_apart(batched[2], batched[:2]):
-    args = give_member_axis(axis_size, batched, (tap, place, positions, drows))
-    tap = jax.vmap(_scatter_rows.fun)(*args)
-    return tap, jax.tree.map(lambda _: True, tap)
-  positions, drows = give_member_axis(
-    axis_size, batched[2:], (positions, drows)
   )
-  tap = _scatter_rows(tap, place, *fold_members((positions, drows)))
-  return tap, jax.tree.map(lambda _: False, tap)
+  return (), call(tap, place, positions, drows)
+
+
+def _scatter_members(members, own, shared):
+  """The same of several members, whose rows are only more rows."""
+  del members
+  return _scatter_rows(None, fold_members(own), shared)
+
+
+_scatter_rows = one_gradient_for_members(_scatter, _scatter_members)
 
 
 def _gather_part(names, rows, place, positions):
@@ -157,11 +155,12 @@ def _gather(names, rows, place, positions):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_rows(names, positions, rows, place, tap):
-  return _gather(names, rows, place, positions), tap
+  return _gather_rows_fwd(names, positions, rows, place, tap)[0]
 
 
 def _gather_rows_fwd(names, positions, rows, place, tap):
   out = _gather(names, rows, place, positions)
+  tap = hand_on(place, (positions, rows), tap)
   return (out, tap), (place, positions)
 
 
@@ -169,8 +168,9 @@ def _gather_rows_bwd(names, residuals, cotangents):
   place, positions = residuals
   (drows, _), dtap = cotangents
   if dtap is not None:
-    part = {name: dtap[name] for name in names}
-    dtap = dtap | _scatter_rows(part, place, positions, drows)
+    shared = place.unnumbered, {name: dtap[name] for name in names}
+    _, part = _scatter_rows(place.member, (positions, drows), shared)
+    dtap = dtap | part
   return None, None, None, dtap
 
 

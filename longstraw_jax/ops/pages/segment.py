@@ -1,11 +1,16 @@
-"""A run of stored rows, where a read looks in it, and vmap over members."""
+"""A run of stored rows, where a read looks in it, its tap under jax.vmap."""
 
 from flax import struct
 import jax
 from jax import lax
+from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from longstraw_jax.ops.members import (
+  every_leaf,
+  give_member_axis,
+)
 from longstraw_jax.ops.pages.stored import expand
 from longstraw_jax.ops.pages.striping import Striping
 from longstraw_jax.types import Tree
@@ -31,6 +36,9 @@ class Segment:
     start: position of row 0; row i stands at start + i.
     striping: how devices share the rows; None where each holds them all.
     dtype: what a read gives, where rows are stored in another form.
+    member: the number of the member that reads, under the jax.vmap over
+      members of one loss, whose gradient into rows that they share is one (see
+      ops/members.py); None elsewhere: every call has its own.
   """
 
   rows: dict[str, Array]
@@ -38,6 +46,7 @@ class Segment:
   layer: Int[Array, ""]
   length: Int[Array, ""]
   start: Int[Array, ""]
+  member: Int[Array, ""] | None = None
   striping: Striping | None = struct.field(pytree_node=False, default=None)
   dtype: str | None = struct.field(pytree_node=False, default=None)
 
@@ -63,6 +72,7 @@ class Place:
   layer: Int[Array, ""]
   length: Int[Array, ""]
   start: Int[Array, ""]
+  member: Int[Array, ""] | None = None
   striping: Striping | None = struct.field(pytree_node=False, default=None)
   dtype: str | None = struct.field(pytree_node=False, default=None)
 
@@ -72,9 +82,15 @@ class Place:
       layer=segment.layer,
       length=segment.length,
       start=segment.start,
+      member=segment.member,
       striping=segment.striping,
       dtype=segment.dtype,
     )
+
+  @property
+  def unnumbered(self) -> "Place":
+    """Without the member's number."""
+    return self.replace(member=None)
 
   def offset_of(self, slots):
     """Where slots of the buffer at hand stand in the sequence."""
@@ -147,15 +163,34 @@ def block_trips(place: Place, size: int) -> Int[Array, ""]:
   return lax.div(filled + (size - 1), jnp.int32(size))
 
 
-def adds_apart(saved: Tree, pages: Tree) -> bool:
-  """Whether what vmap batches are calls with an accumulator each.
+@custom_vmap
+def _hand_on(place: Place, read: Tree, tap: Tree):
+  del place, read
+  return tap
 
-  Members that share pages add into one. Calls on pages of their own do not, and
-  neither does one call pulled back for a batch of cotangents (jax.jacrev).
+
+@_hand_on.def_vmap
+def _hand_on_rule(axis_size, batched, place, read, tap):
+  where, _, own_tap = batched
+  if where.member:
+    place = place.unnumbered
+  else:
+    tap = give_member_axis(axis_size, own_tap, tap)
+    own_tap = every_leaf(own_tap, True)
+  return _hand_on(place, read, tap), own_tap
+
+
+def hand_on(place: Place, read: Tree, tap: Tree | None) -> Tree | None:
+  """The tap as a read returns it; under jax.vmap one for every call.
+
+  The cotangent of what this returns is the accumulator that the read's backward
+  pass adds to. A tap without the batch axis would have one accumulator for all
+  calls, and JAX would sum it over them once for every read that follows
+  another. Members of one loss do share one.
 
   Args:
-    saved: of what the forward pass saved, which leaves have the batch axis.
-    pages: the same of pages and accumulator.
+    place: where the read looks.
+    read: whatever else it depends on.
+    tap: as it came.
   """
-  batched = lambda tree: any(jax.tree.leaves(tree))
-  return batched(pages) or not batched(saved)
+  return None if tap is None else _hand_on(place, read, tap)

@@ -14,6 +14,7 @@ has the accumulator of one layer on the device and all others in host memory.
 from collections.abc import Callable
 
 import jax
+from jax.custom_batching import custom_vmap
 import jax.numpy as jnp
 
 from longstraw_jax.ops.pages.memory import (
@@ -23,6 +24,19 @@ from longstraw_jax.ops.pages.memory import (
   take_layer,
 )
 from longstraw_jax.ops.pages.segment import Segment
+
+
+@custom_vmap
+def _one_for_all(own):
+  return own
+
+
+@_one_for_all.def_vmap
+def _refuse_one_each(*_):
+  raise ValueError(
+    "jax.vmap asks for a gradient a call of pages in host memory, where JAX "
+    "keeps no batch: take jax.lax.map, or pages='device'"
+  )
 
 
 @jax.custom_vjp
@@ -39,7 +53,7 @@ def _borrow_fwd(layer, tap):
 
 def _borrow_bwd(layer, cotangents):
   own, tap = cotangents
-  return None, put_layer(tap, layer, own)
+  return None, put_layer(tap, layer, _one_for_all(own))
 
 
 _borrow.defvjp(_borrow_fwd, _borrow_bwd)
