@@ -26,6 +26,7 @@ def main(argv):
     values["prompt_tokens"] = FLAGS.prompt_tokens
   values["temperature"] = FLAGS.temperature
   run = training.build_run(values)
+  training.print_policy(run)
   learner, step = training.restore_learner(run, values)
   rewards = run.trainer.evaluate(learner, FLAGS.prompts)
   error = rewards.std() / math.sqrt(len(rewards))

@@ -37,6 +37,7 @@ def main(argv):
     raise app.UsageError(f"unexpected arguments {argv[1:]}")
   values = training.load_values(FLAGS.run)
   run = training.build_run(values)
+  training.print_policy(run)
   learner, _ = training.restore_learner(run, values)
   trainer = run.trainer
   key = jax.random.key(FLAGS.seed)

@@ -32,11 +32,13 @@ class Policy:
     model: the model.
     initial_params: seed -> the weights a run begins with.
     tokenizer: makes its ids.
+    checkpoint: the folder or .gguf file of the weights; None for random ones.
   """
 
   model: Model
   initial_params: Callable[[int], Params]
   tokenizer: Tokenizer
+  checkpoint: pathlib.Path | None
 
 
 def define_flags() -> None:
@@ -54,6 +56,17 @@ def define_flags() -> None:
     "'byte', a tokenizer.json or a .gguf; the checkpoint's own, or 'byte' for "
     "random weights, if not given.",
   )
+  flags.DEFINE_list(
+    "stop_token_ids",
+    [],
+    "Ids that end a response, besides all that the tokenizer and the "
+    "checkpoint name.",
+  )
+  flags.DEFINE_boolean(
+    "begin_token",
+    True,
+    "Whether prompts begin with what the tokenizer begins texts with.",
+  )
   flags.DEFINE_integer(
     "lora_rank", 0, "Rank of adapters, which alone learn; 0 trains all.", 0
   )
@@ -68,7 +81,10 @@ def define_flags() -> None:
   )
 
 
-FLAG_NAMES = "preset tokenizer lora_rank lora_alpha lora_targets base".split()
+FLAG_NAMES = (
+  "preset tokenizer stop_token_ids begin_token"
+  " lora_rank lora_alpha lora_targets base"
+).split()
 
 
 def smollm2_file() -> pathlib.Path:
@@ -96,6 +112,7 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
     FileNotFoundError: there is no such checkpoint.
   """
   name, tokenizer = values["preset"], values["tokenizer"]
+  path = None
   if name in PRESETS:
     model = Model(PRESETS[name])
     start = lambda seed: jax.jit(model.init)(jax.random.key(seed))
@@ -133,5 +150,6 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
   return Policy(
     model=model,
     initial_params=initial_params,
-    tokenizer=load_tokenizer(tokenizer),
+    tokenizer=load_tokenizer(tokenizer, begin=values.get("begin_token", True)),
+    checkpoint=path,
   )

@@ -68,6 +68,7 @@ def main(argv):
   values = training.flag_values()
   warm = values["warm_start_max_steps"]
   run = training.build_run(values, training.Progress(warm + values["steps"]))
+  training.print_policy(run)
   rows = claim_rows(run.execute())
   if not is_leader():
     return 0

@@ -16,9 +16,11 @@ from experiments import common_flags, config_flags, policies
 from longstraw_jax import PolicyObjective, distributed, make_mesh
 from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.disk import write_whole
+from longstraw_jax.distributed import is_leader
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
 from longstraw_jax.steps import Learner
+from longstraw_jax.stop_ids import find_stop_ids
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.train_config import (
   EngineConfig,
@@ -199,6 +201,12 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
     if values["corpus"] is None
     else Corpus.from_path(values["corpus"])
   )
+  stops = find_stop_ids(
+    tokenizer,
+    policy.checkpoint,
+    common_flags.integers(values, "stop_token_ids"),
+    vocab_size=model.config.vocab_size,
+  )
   task = _config("task", values, kind=values["task"], seed=values["seed"])
   make = lambda task: make_task(task, corpus, tokenizer)
   short = dataclasses.replace(task, prompt_tokens=warm.prompt_tokens)
@@ -210,11 +218,14 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
       task=make(task),
       tokenizer=tokenizer,
       reward_fn=load_reward(values["reward"]),
+      stops=stops,
     ),
     config=_config("run", values, warm_start=warm),
     out=pathlib.Path(values["out"]),
     warm_task=make(short),
-    settings={k: v for k, v in values.items() if k not in SCHEDULE},
+    settings={k: v for k, v in values.items() if k not in SCHEDULE}
+    # Files beside the weights name some of them, and may change.
+    | {"stop_ids": [stop.id for stop in stops]},
     report=report,
     accepted=functools.partial(
       save_values, values, pathlib.Path(values["out"])
@@ -233,6 +244,21 @@ def _mesh(context: int, member: int):
       f"{jax.device_count()} devices"
     )
   return make_mesh(context, member)
+
+
+def print_policy(run: Run) -> None:
+  """One line on what prompts begin with and what ends responses, and why."""
+  trainer = run.trainer
+  begin = trainer.tokenizer.begin_ids
+  if is_leader():
+    print(
+      "prompts begin with",
+      f"{begin} {trainer.tokenizer.decode(begin, special=True)!r};"
+      if begin
+      else "no token of their own;",
+      f"responses end at {', '.join(map(str, trainer.stops))}",
+      flush=True,
+    )
 
 
 def save_values(values: Mapping[str, Any], out: pathlib.Path) -> None:

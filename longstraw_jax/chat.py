@@ -2,12 +2,12 @@
 
 A template comes with a checkpoint and is a program; see `chat_sandbox` for how
 it is kept from doing harm. What it renders holds special tokens by name, so
-encode it with `special=True`. That goes for names inside the messages too: of
+encode it with `special=True`; the begin token stands there once, whether or not
+the template wrote it. That goes for names inside the messages too: of
 messages from a stranger, refuse those that hold any.
 """
 
 from collections.abc import Mapping, Sequence
-import json
 import numbers
 import os
 import pathlib
@@ -15,13 +15,13 @@ import pathlib
 import jinja2
 
 from longstraw_jax import chat_sandbox
+from longstraw_jax.json_files import read_object, read_text
+from longstraw_jax.token_files import read_side_files
 from longstraw_jax.weights.gguf_files import GgufSource
 
 MAX_SOURCE = 1 << 17  # characters of a template; the longest known have 3e4
 MAX_DEPTH = 64  # of lists in lists
 BASE_CHARS = 1 << 24  # that a rendering may make, however little it is given
-
-_MAX_FILE_BYTES = 100_000_000
 
 
 class ChatTemplate:
@@ -156,15 +156,8 @@ def load_chat_template(path: str | os.PathLike[str]) -> ChatTemplate:
 
 
 def _read_folder(folder: pathlib.Path) -> tuple[object, dict]:
-  config = {}
   file = folder / "tokenizer_config.json"
-  if file.is_file():
-    try:
-      config = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-      raise ValueError(f"{str(file)!r} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-      raise ValueError(f"{str(file)!r} is JSON but no object")
+  config = read_object(file) if file.is_file() else {}
   source = config.get("chat_template")
   if isinstance(source, list):  # several, by name
     named = [item for item in source if isinstance(item, dict)]
@@ -174,23 +167,9 @@ def _read_folder(folder: pathlib.Path) -> tuple[object, dict]:
     )
   file = folder / "chat_template.jinja"
   if file.is_file():
-    source = _read_text(file)
-  tokens = {}
-  for key in ("bos_token", "eos_token"):
-    token = config.get(key)
-    if isinstance(token, dict):  # an added token with its options
-      token = token.get("content")
-    tokens[key] = token if isinstance(token, str) else None
-  return source, tokens
-
-
-def _read_text(file: pathlib.Path) -> str:
-  size = file.stat().st_size
-  if size > _MAX_FILE_BYTES:
-    raise ValueError(
-      f"{str(file)!r} has {size} bytes, allowed are {_MAX_FILE_BYTES}"
-    )
-  return file.read_text(encoding="utf-8")
+    source = read_text(file)
+  roles = read_side_files(folder).roles
+  return source, {key: roles.get(key) for key in ("bos_token", "eos_token")}
 
 
 def _read_gguf(path: pathlib.Path) -> tuple[object, dict]:

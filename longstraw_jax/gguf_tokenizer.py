@@ -142,6 +142,28 @@ def special_id(source: GgufSource, kind: str) -> int | None:
   return value
 
 
+def begin_ids(source: GgufSource) -> tuple[int, ...]:
+  """What texts begin with: the bos token, where the file says so.
+
+  Args:
+    source: a file with a tokenizer.
+
+  Raises:
+    ValueError: if it says so and names none, or says neither yes nor no.
+  """
+  key = "tokenizer.ggml.add_bos_token"
+  said = source.metadata.get(key)
+  if said is not None and not isinstance(said, bool):
+    raise _refuse(source, f"its {key} is {said!r:.80} and no boolean")
+  bos = special_id(source, "bos")
+  if said and bos is None:
+    raise _refuse(source, f"its {key} is true and it names no bos_token_id")
+  # llama.cpp adds it for these where the file says nothing.
+  usual = source.metadata.get("tokenizer.ggml.pre") in _WHOLE_FIRST
+  adds = usual if said is None else said
+  return (bos,) if adds and bos is not None else ()
+
+
 def _add_tokens(tokenizer, source, names, control) -> None:
   types = source.metadata.get("tokenizer.ggml.token_type", [1] * len(names))
   if not isinstance(types, list) or len(types) < len(names):

@@ -1,6 +1,7 @@
 """Sampling a group of responses from one prompt's state."""
 
 import functools
+import operator
 
 from flax import struct
 import jax
@@ -98,7 +99,8 @@ def rollout(
     `sampling_logprobs` those of the distribution sampled from.
 
   Raises:
-    ValueError: sizes below 1, temperature below 0, top_p outside (0, 1].
+    ValueError: sizes below 1, temperature below 0, top_p outside (0, 1], a stop
+      id outside the vocabulary.
   """
   check_chunk_size("group_size", group_size)
   check_chunk_size("max_tokens", max_tokens)
@@ -108,13 +110,20 @@ def rollout(
     raise ValueError(f"top_p is {top_p}: use a share in (0, 1]")
   if top_k < 0:
     raise ValueError(f"top_k is {top_k}: use 0 (all ids) or more")
+  stop_ids = tuple(operator.index(i) for i in stop_ids)
+  for i in stop_ids:
+    if not 0 <= i < model.config.vocab_size:
+      raise ValueError(
+        f"stop_ids are {stop_ids}: {i} is no id of a vocabulary of "
+        f"{model.config.vocab_size}"
+      )
   sampling = (float(temperature), int(top_k), float(top_p))
   return _rollout(
     model,
     group_size,
     max_tokens,
     sampling,
-    tuple(int(i) for i in stop_ids),
+    stop_ids,
     record_choices,
     params,
     state,

@@ -7,12 +7,15 @@ decoded is never encoded again, because many id sequences share one text.
 from collections.abc import Iterable, Sequence
 import copy
 import functools
+import itertools
 import os
 import pathlib
 from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
+
+from longstraw_jax.token_files import MAX_ID, build_tokenizer, read_side_files
 
 Ids = Sequence[int] | np.ndarray | jax.Array
 
@@ -35,21 +38,27 @@ class Tokenizer(Protocol):
     eos_id: ends a response.
     pad_id: fills rows behind their last token.
     vocab_size: all ids are below it.
+    begin_ids: what every text begins with; often nothing.
   """
 
   eos_id: int
   pad_id: int
   vocab_size: int
+  begin_ids: tuple[int, ...]
 
-  def encode(self, text: str, *, special: bool = False) -> np.ndarray:
-    """[T] int32 ids of the text, without special tokens added.
+  def encode(
+    self, text: str, *, special: bool = False, begin: bool = True
+  ) -> np.ndarray:
+    """[T] int32 ids of the text, behind the ids that texts begin with.
 
     Args:
       text: what to encode.
       special: False where the text is content, of a user, a document or a tool:
         the names of special tokens in it are text like any other, so that
         content cannot end a turn or begin one. True where a chat template
-        rendered it: the names become the tokens.
+        rendered it: the names become the tokens. A template that wrote the
+        begin tokens itself gets no others.
+      begin: False for a piece that follows other ids.
     """
 
   def decode(self, ids: Ids, *, special: bool = False) -> str:
@@ -69,13 +78,17 @@ class ByteTokenizer:
   eos_id = 256
   pad_id = 257
   vocab_size = 258
+  begin_ids = ()
 
-  def encode(self, text: str, *, special: bool = False) -> np.ndarray:
+  def encode(
+    self, text: str, *, special: bool = False, begin: bool = True
+  ) -> np.ndarray:
     """Returns the bytes of the text as [T] int32.
 
     Args:
       text: what to encode.
       special: of no effect, as the special ids have no names.
+      begin: of no effect, as no text begins with any.
     """
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
@@ -109,38 +122,76 @@ class LibraryTokenizer:
     eos_id: id of the end token.
     pad_id: id of the padding token, or else of the end token.
     vocab_size: largest id plus one, added tokens included.
+    begin_ids: what every text begins with.
   """
 
-  def __init__(self, tokenizer, eos_id: int, pad_id: int | None = None):
+  def __init__(
+    self,
+    tokenizer,
+    eos_id: int,
+    pad_id: int | None = None,
+    begin_ids: Sequence[int] | None = None,
+  ):
     """Wraps a `tokenizers.Tokenizer`, which becomes this object's own.
 
     Args:
       tokenizer: truncation and padding, meant for another use, are turned off.
       eos_id: ends a response.
       pad_id: fills rows behind their last token; None takes `eos_id`.
+      begin_ids: what every text begins with; None takes what the tokenizer's
+        post-processor puts in front of one. What it puts behind is left off,
+        as a prompt is to be continued.
+
+    Raises:
+      ValueError: if an id is too large for any vocabulary, or texts begin with
+        an id that has no token.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     self._tokenizer = tokenizer
-    ids = np.fromiter(tokenizer.get_vocab().values(), np.int64)
+    vocab = tokenizer.get_vocab()
+    ids = np.fromiter(vocab.values(), np.int64)
     self.vocab_size = int(ids.max(initial=-1)) + 1
+    if self.vocab_size > MAX_ID:
+      name = max(vocab, key=vocab.get)
+      raise ValueError(
+        f"the tokenizer gives {name!r:.80} the id {vocab[name]}, ids are below "
+        f"{MAX_ID}: fetch it again"
+      )
     self._has_token = np.zeros(self.vocab_size, bool)
     self._has_token[ids] = True
     self.eos_id = eos_id
     self.pad_id = eos_id if pad_id is None else pad_id
+    if begin_ids is None:
+      begin_ids = _post_processed(tokenizer)
+    self.begin_ids = tuple(begin_ids)
+    names = [tokenizer.id_to_token(i) for i in self.begin_ids]
+    if None in names:
+      raise ValueError(
+        f"the tokenizer begins texts with the ids {self.begin_ids}, of which "
+        "not all have a token: fetch it again"
+      )
+    self._begin_text = "".join(names)
 
-  def encode(self, text: str, *, special: bool = False) -> np.ndarray:
-    """Returns the [T] int32 ids of the text, nothing added.
+  def encode(
+    self, text: str, *, special: bool = False, begin: bool = True
+  ) -> np.ndarray:
+    """Returns the [T] int32 ids of the text, behind the begin tokens.
 
     Args:
       text: what to encode. Bytes that a byte-level vocabulary lacks get no ids.
       special: whether the names of special tokens in the text become the tokens
-        (a rendered chat template) or stay text (anybody's content).
+        (a rendered chat template) or stay text (anybody's content). A rendered
+        text that begins with the begin tokens gets no others.
+      begin: False for a piece that follows other ids.
     """
     tokenizer = self._with_special if special else self._tokenizer
-    encoding = tokenizer.encode(text, add_special_tokens=False)
-    return np.asarray(encoding.ids, np.int32)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    written = special and text.lstrip().startswith(self._begin_text)
+    if begin and not written:
+      ids = [*self.begin_ids, *ids]
+    return np.asarray(ids, np.int32)
 
   def decode(self, ids: Ids, *, special: bool = False) -> str:
     """Returns the text of the ids.
@@ -186,44 +237,59 @@ class LibraryTokenizer:
 
 
 class JsonTokenizer(LibraryTokenizer):
-  """A tokenizer.json.
+  """A tokenizer.json, with the files that stand beside it.
 
-  The padding token is the file's own, or one of `PAD_CANDIDATES`.
+  Tokens that tokenizer_config.json, special_tokens_map.json or
+  added_tokens.json add are tokens here too. Texts begin with what the
+  post-processor says, or tokenizer_config.json where it has `add_bos_token`.
+  The padding token is the file's own, or tokenizer_config.json's, or one of
+  `PAD_CANDIDATES`.
   """
 
   def __init__(
-    self, path: str | os.PathLike[str], eos_token: str | None = None
+    self,
+    path: str | os.PathLike[str],
+    eos_token: str | None = None,
+    *,
+    begin: bool = True,
   ):
-    """Reads the file.
+    """Reads the files.
 
     Args:
       path: a tokenizer.json.
-      eos_token: the token that ends a response; None takes the first of
-        `EOS_CANDIDATES` that the vocabulary has, which prefers the end of a
-        chat turn to the end of a document.
+      eos_token: the token that ends a response; None takes the one that
+        tokenizer_config.json names, or else the first of `EOS_CANDIDATES` that
+        the vocabulary has, which prefers the end of a chat turn to the end of a
+        document.
+      begin: False leaves off what texts begin with.
 
     Raises:
       ImportError: if the `tokenizers` library is not installed.
       FileNotFoundError: if there is no such file.
-      ValueError: if the file cannot be read as a tokenizer or has no such end
-        token.
+      ValueError: if the file cannot be read as a tokenizer, contradicts those
+        beside it or has no such end token.
     """
-    tokenizers = _import_tokenizers()
+    _import_tokenizers()
     path = pathlib.Path(path)
     if not path.is_file():
       raise FileNotFoundError(f"no tokenizer file at {str(path)!r}")
-    try:
-      tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-      raise ValueError(
-        f"{str(path)!r} is no tokenizer.json: {error}"
-      ) from error
+    beside = read_side_files(path.parent)
+    tokenizer = build_tokenizer(path, beside)
     padding = tokenizer.padding
-    pad_names = (padding["pad_token"],) if padding else ()
+    pad_names = [padding["pad_token"]] if padding else []
+    if "pad_token" in beside.roles:
+      pad_names.append(beside.roles["pad_token"])
+    begin_ids = None if begin else ()
+    bos = beside.roles.get("bos_token")
+    if begin and beside.add_bos is not None:
+      begin_ids = ()
+      if beside.add_bos and bos is not None:
+        begin_ids = (tokenizer.token_to_id(bos),)
     super().__init__(
       tokenizer,
-      _end_id(tokenizer, path, eos_token),
-      _first_id(tokenizer, pad_names + PAD_CANDIDATES),
+      _end_id(tokenizer, path, eos_token or beside.roles.get("eos_token")),
+      _first_id(tokenizer, (*pad_names, *PAD_CANDIDATES)),
+      begin_ids,
     )
 
 
@@ -231,11 +297,15 @@ class GgufTokenizer(LibraryTokenizer):
   """The byte-level BPE inside a GGUF file.
 
   The padding token is the file's own if it is a special token, or one of
-  `PAD_CANDIDATES`.
+  `PAD_CANDIDATES`. Texts begin as llama.cpp has them begin.
   """
 
   def __init__(
-    self, path: str | os.PathLike[str], eos_token: str | None = None
+    self,
+    path: str | os.PathLike[str],
+    eos_token: str | None = None,
+    *,
+    begin: bool = True,
   ):
     """Reads the file's header.
 
@@ -244,6 +314,7 @@ class GgufTokenizer(LibraryTokenizer):
       eos_token: the token that ends a response; None takes the file's end of
         turn, or else its end of sequence, or else the first of `EOS_CANDIDATES`
         that the vocabulary has.
+      begin: False leaves off what texts begin with.
 
     Raises:
       ImportError: if the `tokenizers` library is not installed.
@@ -269,16 +340,20 @@ class GgufTokenizer(LibraryTokenizer):
     added = tokenizer.get_added_tokens_decoder()
     if pad_id not in added or not added[pad_id].special:
       pad_id = _first_id(tokenizer, PAD_CANDIDATES)
-    super().__init__(tokenizer, eos_id, pad_id)
+    begin_ids = gguf_tokenizer.begin_ids(source) if begin else ()
+    super().__init__(tokenizer, eos_id, pad_id, begin_ids)
 
 
-def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
+def load_tokenizer(
+  spec: str, eos_token: str | None = None, *, begin: bool = True
+) -> Tokenizer:
   """Makes a tokenizer from what a flag says.
 
   Args:
     spec: "byte", or the path of a tokenizer.json, of a folder that holds one,
       or of a .gguf file.
     eos_token: passed on to `JsonTokenizer` or `GgufTokenizer`.
+    begin: likewise.
 
   Returns:
     The tokenizer.
@@ -302,8 +377,8 @@ def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
       "of a folder with one or of a .gguf file"
     )
   if path.suffix == ".gguf":
-    return GgufTokenizer(path, eos_token)
-  return JsonTokenizer(path, eos_token)
+    return GgufTokenizer(path, eos_token, begin=begin)
+  return JsonTokenizer(path, eos_token, begin=begin)
 
 
 def _import_tokenizers():
@@ -314,6 +389,25 @@ def _import_tokenizers():
       "reading a tokenizer file needs: pip install tokenizers"
     ) from error
   return tokenizers
+
+
+def _post_processed(tokenizer) -> list[int]:
+  """The ids that a tokenizer's post-processor puts in front of every text."""
+  if tokenizer.post_processor is None:
+    return []
+  # Some text that has ids: not every vocabulary has every letter.
+  for text in itertools.chain("a0.", tokenizer.get_vocab()):
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    if plain.ids:
+      break
+  else:
+    return []
+  whole = tokenizer.post_process(plain)
+  front = itertools.takewhile(
+    lambda pair: pair[1],
+    zip(whole.ids, whole.special_tokens_mask, strict=True),
+  )
+  return [i for i, _ in front]
 
 
 def _first_id(tokenizer, names: Iterable[str]) -> int | None:

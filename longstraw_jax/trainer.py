@@ -27,6 +27,7 @@ from longstraw_jax.steps import (
   score_reference,
   update,
 )
+from longstraw_jax.stop_ids import StopId
 from longstraw_jax.tasks import Example, Task
 from longstraw_jax.tokenizer import Tokenizer
 from longstraw_jax.train_config import OptimizerConfig, TrainConfig
@@ -43,6 +44,8 @@ class Trainer:
     task: makes prompts.
     tokenizer: decodes responses for the reward.
     reward_fn: (prompt_text, response_text, info) -> float; see rewards.py.
+    stops: what ends a response besides the tokenizer's end token, as
+      `find_stop_ids` gives it.
   """
 
   model: Model
@@ -50,11 +53,13 @@ class Trainer:
   task: Task
   tokenizer: Tokenizer
   reward_fn: RewardFn
+  stops: tuple[StopId, ...] = ()
 
   @property
   def stop_ids(self) -> tuple[int, ...]:
-    """Ids that end a response."""
-    return (self.tokenizer.eos_id,)
+    """Ids that end a response, the tokenizer's own first."""
+    ids = [self.tokenizer.eos_id, *(stop.id for stop in self.stops)]
+    return tuple(dict.fromkeys(ids))
 
   def examples(self, step: int) -> list[Example]:
     """The prompts of a step; a pure function of it, so resuming is exact."""
@@ -222,7 +227,7 @@ class Trainer:
       task.sample(2**29 + first + i, "train") for i in range(prompts_per_step)
     ]
     prompts, prompt_ids = self._prompts(examples)
-    answers = [np.append(e.answer_ids, self.stop_ids) for e in examples]
+    answers = [np.append(e.answer_ids, self.tokenizer.eos_id) for e in examples]
     room = max(map(len, answers))
     groups = [
       Group.create(

@@ -33,7 +33,13 @@ def vocabulary(extra=()):
 
 
 def write_tokenizer(
-  file, pre="smollm", model="gpt2", names=None, types=None, **ids
+  file,
+  pre="smollm",
+  model="gpt2",
+  names=None,
+  types=None,
+  add_bos=None,
+  **ids,
 ):
   """A GGUF with a tokenizer; `ids` are such as eos=2."""
   known, known_types = vocabulary()
@@ -46,6 +52,8 @@ def write_tokenizer(
   ]
   if pre is not None:
     pairs.append(("add_tokenizer_pre", pre))
+  if add_bos is not None:
+    pairs.append(("add_add_bos_token", add_bos))
   for kind, value in ids.items():
     if value is not None:
       key = f"tokenizer.ggml.{kind}_token_id"
@@ -64,7 +72,7 @@ class GgufTokenizerTest(parameterized.TestCase):
 
   def _tokens(self, made, text, **kwargs):
     names, _ = vocabulary()
-    return [names[i] for i in made.encode(text, **kwargs)]
+    return [names[i] for i in made.encode(text, begin=False, **kwargs)]
 
   @parameterized.parameters(
     # What llama.cpp gives for these families of expressions.
@@ -113,7 +121,7 @@ class GgufTokenizerTest(parameterized.TestCase):
     names, types = vocabulary(extra=["xyz"])
     for pre, count in (("llama-bpe", 1), ("qwen2", 3)):
       made = self._load(pre=pre, names=names, types=types)
-      self.assertLen(made.encode("xyz"), count)
+      self.assertLen(made.encode("xyz", begin=False), count)
 
   def test_special_tokens_in_content_are_text(self):
     made = self._load()
@@ -150,6 +158,28 @@ class GgufTokenizerTest(parameterized.TestCase):
     self.assertEqual(self._load(eot=1).eos_id, 1)
     self.assertEqual(self._load(eos=None).eos_id, 2)  # <|im_end|> by name
     self.assertEqual(self._load(eos_token="<|endoftext|>").eos_id, 0)
+
+  @parameterized.parameters(
+    (dict(add_bos=True), [1]),
+    (dict(add_bos=False), []),
+    (dict(), []),
+    # As in llama.cpp, which adds it for these unless the file says otherwise.
+    (dict(pre="llama-bpe"), [1]),
+    (dict(pre="llama-bpe", add_bos=False), []),
+    (dict(pre="llama-bpe", bos=None), []),
+  )
+  def test_begin(self, kwargs, begin):
+    made = self._load(**kwargs)
+    plain = made.encode("lo the", begin=False).tolist()
+    self.assertEqual(made.encode("lo the").tolist(), begin + plain)
+    ids = made.encode("<|im_start|>lo the", special=True).tolist()
+    self.assertEqual(ids, [1] + plain)
+    left_off = tokenizer.load_tokenizer(str(self.file), begin=False)
+    self.assertEqual(left_off.encode("lo the").tolist(), plain)
+
+  def test_begin_without_a_token_is_refused(self):
+    with self.assertRaisesRegex(ValueError, "add_bos_token is true.*no bos"):
+      self._load(bos=None, add_bos=True)
 
   def test_padding_is_never_a_token_with_text(self):
     made = self._load(padding=10)

@@ -336,7 +336,7 @@ class RefusedTest(parameterized.TestCase):
     with self.assertRaisesRegex(FileNotFoundError, "no config.json"):
       load_pretrained(self.folder)
     (self.folder / "config.json").write_text("{")
-    with self.assertRaisesRegex(ValueError, "is not JSON"):
+    with self.assertRaisesRegex(ValueError, "is no JSON"):
       load_pretrained(self.folder)
     (self.folder / "config.json").write_text('{"model_type": "mamba"}')
     with self.assertRaisesRegex(ValueError, "model_type is 'mamba'.*llama"):

@@ -135,6 +135,8 @@ class RolloutTest(parameterized.TestCase):
     ({"temperature": -1.0}, "temperature is -1"),
     ({"top_p": 0.0}, "top_p is 0"),
     ({"top_k": -2}, "top_k is -2"),
+    ({"stop_ids": (3, 9999)}, "9999 is no id of a vocabulary of"),
+    ({"stop_ids": (-1,)}, "-1 is no id"),
   )
   def test_bad_input_names_the_value(self, sampling, message):
     with self.assertRaisesRegex(ValueError, message):

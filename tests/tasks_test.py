@@ -361,6 +361,35 @@ class FactTaskTest(parameterized.TestCase):
       )
     self.assertNotEqual(reencoded, {prompt_tokens})
 
+  @parameterized.parameters(*KINDS)
+  def test_one_begin_token(self, kind):
+    """A prompt begins once, however many pieces it is made of."""
+    corpus, folder = make_corpus(), make_folder(self)
+    plain = make_bpe(folder, corpus.train)
+    path = folder / "tokenizer.json"
+    model = tokenizers.Tokenizer.from_file(str(path))
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+      single="</s> $A", special_tokens=[("</s>", plain.eos_id)]
+    )
+    model.save(str(path))
+    begun = JsonTokenizer(path)
+    self.assertEqual(begun.begin_ids, (plain.eos_id,))
+    make = lambda bpe, tokens: make_task(
+      kind, tokenizer=bpe, corpus=corpus, prompt_tokens=tokens
+    )
+    for index in range(5):
+      want = make(plain, 300).sample(index, "train")
+      got = make(begun, 301).sample(index, "train")
+      np.testing.assert_array_equal(
+        got.prompt_ids, [plain.eos_id, *want.prompt_ids]
+      )
+      self.assertEqual(got.prompt_text, want.prompt_text)
+      np.testing.assert_array_equal(got.answer_ids, want.answer_ids)
+      self.assertEqual(
+        got.info["evidence_positions"],
+        tuple(i + 1 for i in want.info["evidence_positions"]),
+      )
+
   def test_facts_of_the_corpus_are_left_out(self):
     line = "# code zz = 5 or so\nplain text, more of it\n"
     corpus = tasks.Corpus(line * 300, line * 300, "made up")

@@ -1,5 +1,6 @@
 """Tokenizers: ids are the truth, text is a view of them."""
 
+import json
 import pathlib
 import tempfile
 
@@ -8,6 +9,7 @@ import numpy as np
 import tokenizers
 
 from longstraw_jax import tokenizer
+from longstraw_jax.chat import ChatTemplate, load_chat_template
 
 LINES = [
   "def low(newer, lowest):\n",
@@ -111,17 +113,18 @@ class JsonTokenizerTest(parameterized.TestCase):
     ids = self.tokenizer.encode(text)
     self.assertEqual(ids.dtype, np.int32)
     self.assertEqual(self.tokenizer.decode(ids), text)
-    self.assertNotIn(self._id("<|endoftext|>"), ids)
+    self.assertEqual(ids[0], self._id("<|endoftext|>"))
+    self.assertNotIn(self._id("<|endoftext|>"), ids[1:])
 
   def test_ids_that_encode_otherwise_decode_to_the_same_text(self):
     """Fault class: ids whose text re-tokenizes to other ids."""
-    whole = self.tokenizer.encode("lowest")
-    split = np.concatenate([self.tokenizer.encode(c) for c in "lowest"])
+    encode = lambda text: self.tokenizer.encode(text, begin=False)
+    whole, split = encode("lowest"), np.concatenate([*map(encode, "lowest")])
     self.assertLess(len(whole), len(split))
     self.assertEqual(self.tokenizer.decode(split), "lowest")
 
   def test_special_and_unknown_ids(self):
-    seven = int(self.tokenizer.encode("7")[0])
+    seven = int(self.tokenizer.encode("7")[-1])
     end, pad = self.tokenizer.eos_id, self.tokenizer.pad_id
     self.assertEqual(self.tokenizer.decode([seven, end, pad]), "7")
     self.assertEqual(self.tokenizer.decode([999, seven, 998]), "\ufffd7\ufffd")
@@ -166,6 +169,324 @@ class JsonTokenizerTest(parameterized.TestCase):
     other.write_text("{}")
     with self.assertRaisesRegex(ValueError, "no tokenizer.json"):
       tokenizer.JsonTokenizer(other)
+
+
+def added(content, **flags):
+  """An entry of added_tokens_decoder, all flags given as files have them."""
+  names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+  return {"content": content} | dict.fromkeys(names, False) | flags
+
+
+class BeginTest(parameterized.TestCase):
+  """What tokenizer.json's post-processor puts in front of a text."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = make_folder(self)
+
+  def _load(self, single="<s> $A", config=None, **kwargs):
+    path = write_tokenizer(self.folder, special=["<s>", "</s>", "<mask>"])
+    model = tokenizers.Tokenizer.from_file(str(path))
+    model.post_processor = tokenizers.processors.Sequence(
+      [
+        tokenizers.processors.ByteLevel(trim_offsets=False),
+        tokenizers.processors.TemplateProcessing(
+          single=single,
+          special_tokens=[("<s>", 0), ("</s>", 1), ("<mask>", 2)],
+        ),
+      ]
+    )
+    model.save(str(path))
+    if config is not None:
+      file = self.folder / "tokenizer_config.json"
+      file.write_text(json.dumps(config))
+    return tokenizer.load_tokenizer(str(self.folder), **kwargs)
+
+  @parameterized.parameters(
+    ("<s> $A", [0]),
+    ("<mask> <s> $A", [2, 0]),
+    ("<s> $A </s>", [0]),  # a prompt goes on: no end behind it
+    ("$A </s>", []),
+    ("$A", []),
+  )
+  def test_plain_text(self, single, begin):
+    made = self._load(single)
+    plain = made.encode("lowest", begin=False).tolist()
+    self.assertNotIn(0, plain)
+    self.assertEqual(made.begin_ids, tuple(begin))
+    self.assertEqual(made.encode("lowest").tolist(), begin + plain)
+    self.assertEqual(made.encode("").tolist(), begin)
+    self.assertEqual(made.decode(made.encode("lowest")), "lowest")
+    # Content that names the token is content.
+    ids = made.encode("<s>lowest")
+    self.assertEqual(ids[: len(begin)].tolist(), begin)
+    self.assertEqual(made.decode(ids), "<s>lowest")
+
+  @parameterized.parameters(
+    ("<s>low", [0]),
+    ("low", [0]),
+    ("\n<s>low", [0]),
+    ("<s></s><s>low", [0, 1, 0]),
+  )
+  def test_once_through_a_template(self, text, special):
+    made = self._load()
+    ids = made.encode(ChatTemplate("{{ x }}").render([], x=text), special=True)
+    self.assertEqual([i for i in ids if i < 3], special)
+    if not text.startswith("\n"):
+      self.assertEqual(ids[0], 0)
+    piece = made.encode("low", special=True, begin=False)
+    self.assertNotIn(0, piece)
+
+  def test_once_where_the_template_writes_it_by_its_role(self):
+    template = "{{ bos_token }}[{{ messages[0].content }}]"
+    made = self._load(config={"bos_token": "<s>", "chat_template": template})
+    text = load_chat_template(self.folder).render([{"content": "low"}])
+    self.assertEqual(text, "<s>[low]")
+    ids = made.encode(text, special=True)
+    self.assertEqual([i for i in ids if i < 3], [0])
+
+  @parameterized.parameters(
+    ("<s> $A", {"add_bos_token": False}, []),
+    ("$A", {"add_bos_token": True, "bos_token": "<mask>"}, [2]),
+    ("<s> $A", {"add_bos_token": True, "bos_token": {"content": "<s>"}}, [0]),
+    ("<s> $A", {"add_bos_token": None}, [0]),
+    ("$A", {"add_bos_token": True, "bos_token": None}, []),
+  )
+  def test_tokenizer_config_decides_where_it_says(self, single, config, begin):
+    made = self._load(single, config)
+    self.assertEqual(made.begin_ids, tuple(begin))
+
+  def test_left_off_when_said(self):
+    made = self._load(begin=False)
+    self.assertEqual(made.begin_ids, ())
+    self.assertNotIn(0, made.encode("lowest"))
+    with self.assertRaisesRegex(ValueError, "add_bos_token is 'yes'"):
+      self._load(config={"add_bos_token": "yes"})
+
+  def test_vocabularies_without_common_letters(self):
+    bpe = tokenizers.models.BPE({"<s>": 0, "</s>": 1, "ж": 2}, [])
+    model = tokenizers.Tokenizer(bpe)
+    model.add_special_tokens(["<s>", "</s>"])
+    model.post_processor = tokenizers.processors.BertProcessing(
+      ("</s>", 1), ("<s>", 0)
+    )
+    made = tokenizer.LibraryTokenizer(model, 1)
+    self.assertEqual(made.encode("ж").tolist(), [0, 2])
+
+
+class AddedTokensTest(parameterized.TestCase):
+  """Tokens that stand beside tokenizer.json are one id each."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = make_folder(self)
+    self.path = write_tokenizer(self.folder)
+    model = tokenizers.Tokenizer.from_file(str(self.path))
+    model.post_processor = tokenizers.processors.ByteLevel()
+    model.save(str(self.path))
+    self.size = model.get_vocab_size()
+
+  def _load(self, **files):
+    for name, value in files.items():
+      (self.folder / f"{name}.json").write_text(json.dumps(value))
+    return tokenizer.load_tokenizer(str(self.folder))
+
+  def _config(self, tokens, **other):
+    return {"added_tokens_decoder": tokens} | other
+
+  @parameterized.named_parameters(
+    (
+      "decoder",
+      lambda i: {
+        "tokenizer_config": {
+          "added_tokens_decoder": {str(i): added("<|user|>", special=True)}
+        }
+      },
+    ),
+    ("named", lambda i: {"tokenizer_config": {"sep_token": "<|user|>"}}),
+    (
+      "list",
+      lambda i: {
+        "tokenizer_config": {
+          "additional_special_tokens": ["<|im_end|>", "<|user|>"]
+        }
+      },
+    ),
+    (
+      "extra",
+      lambda i: {
+        "tokenizer_config": {"extra_special_tokens": {"user_token": "<|user|>"}}
+      },
+    ),
+    (
+      "map",
+      lambda i: {
+        "special_tokens_map": {
+          "additional_special_tokens": [{"content": "<|user|>"}]
+        }
+      },
+    ),
+    (
+      "added",
+      lambda i: {
+        "added_tokens": {"<|user|>": i},
+        "special_tokens_map": {"cls_token": "<|user|>"},
+      },
+    ),
+  )
+  def test_one_id(self, files):
+    self.assertGreater(len(self._load().encode("<|user|>", special=True)), 1)
+    made = self._load(**files(self.size))
+    self.assertEqual(made.vocab_size, self.size + 1)
+    ids = made.encode("low<|user|>est", special=True)
+    self.assertEqual(ids.tolist().count(self.size), 1)
+    self.assertEqual(made.decode(ids), "lowest")
+    self.assertEqual(made.decode(ids, special=True), "low<|user|>est")
+    # A special token's name in content is text.
+    self.assertNotIn(self.size, made.encode("<|user|>"))
+
+  def test_flags(self):
+    i = self.size
+    made = self._load(
+      tokenizer_config=self._config(
+        {
+          str(i): added("<think>"),
+          str(i + 1): added("<l>", lstrip=True, special=True),
+          str(i + 2): added("<r>", rstrip=True, special=True),
+          str(i + 3): added("word", single_word=True),
+        }
+      )
+    )
+    low = made.encode("low").tolist()
+    encode = lambda text: made.encode(text, special=True).tolist()
+    self.assertEqual(encode("low  <l>low"), [*low, i + 1, *low])
+    self.assertEqual(encode("low<r>  low"), [*low, i + 2, *low])
+    self.assertIn(i + 3, encode("word"))
+    self.assertNotIn(i + 3, encode("words"))
+    # A token that is not special is one wherever it stands, and has a text.
+    self.assertEqual(made.encode("<think>").tolist(), [i])
+    self.assertEqual(made.decode([i]), "<think>")
+
+  def test_ids_with_holes(self):
+    """Fault class: the library counts on from the last id, and says nothing."""
+    i = self.size
+    made = self._load(
+      tokenizer_config=self._config(
+        {
+          str(i + 7): added("<b>", special=True),
+          str(i + 2): added("<a>"),
+        }
+      )
+    )
+    self.assertEqual(made.encode("<a>").tolist(), [i + 2])
+    self.assertEqual(made.encode("<b>", special=True).tolist(), [i + 7])
+    self.assertEqual(made.vocab_size, i + 8)
+    self.assertEqual(
+      made.decode([i + 2, i + 5, i + 7], special=True), "<a>\ufffd<b>"
+    )
+    self.assertEqual(made.encode("<|im_end|>", special=True).tolist(), [1])
+
+  def test_holes_in_tokenizer_json_itself(self):
+    data = json.loads(self.path.read_text())
+    data["added_tokens"].append({"id": self.size + 4} | added("<x>"))
+    self.path.write_text(json.dumps(data))
+    self.assertEqual(self._load().encode("<x>").tolist(), [self.size + 4])
+
+  def test_a_plain_entry_of_the_vocabulary_becomes_a_token(self):
+    data = json.loads(self.path.read_text())
+    data["model"]["vocab"]["<|tool|>"] = self.size
+    self.path.write_text(json.dumps(data))
+    self.assertGreater(len(self._load().encode("<|tool|>", special=True)), 1)
+    made = self._load(
+      tokenizer_config=self._config(
+        {str(self.size): added("<|tool|>", special=True)}
+      )
+    )
+    ids = made.encode("<|tool|>", special=True)
+    self.assertEqual(ids.tolist(), [self.size])
+
+  def test_roles(self):
+    made = self._load(
+      tokenizer_config={
+        "eos_token": "<|endoftext|>",
+        "pad_token": {"content": "<fill>"},
+      }
+    )
+    self.assertEqual((made.eos_id, made.pad_id), (0, self.size))
+    named = tokenizer.JsonTokenizer(self.path, eos_token="<|im_end|>")
+    self.assertEqual(named.eos_id, 1)
+
+  @parameterized.named_parameters(
+    (
+      "other_id",
+      {"300": added("<|im_end|>")},
+      "'<.im_end.>' the id 300.* id 1:",
+    ),
+    (
+      "taken_id",
+      {"5": added("<new>")},
+      "'<new>' the id 5, where.*has '.*' and",
+    ),
+    ("huge", {"99999999999": added("<x>")}, "id is 99999999999: use a whole"),
+    ("negative", {"-1": added("<x>")}, "id is '-1'"),
+    ("no_number", {"x1": added("<x>")}, "id is 'x1'"),
+    ("no_content", {"320": {"special": True}}, "token 320 has no content"),
+    ("number", {"320": 7}, "token 320 is 7: use its name"),
+    ("flag", {"320": added("<x>", lstrip="no")}, "lstrip of '<x>' is 'no'"),
+    ("twice", {"320": added("<x>"), "321": added("<x>")}, "the id 321, where"),
+    ("list", ["<x>"], "added_tokens_decoder is"),
+  )
+  def test_contradictions_are_refused(self, tokens, message):
+    with self.assertRaisesRegex(ValueError, message) as raised:
+      self._load(tokenizer_config=self._config(tokens))
+    self.assertIn(str(self.folder), str(raised.exception))
+
+  def test_files_that_contradict_each_other(self):
+    with self.assertRaisesRegex(ValueError, "added_tokens.json.*'<x>' the id"):
+      self._load(
+        tokenizer_config=self._config({str(self.size): added("<x>")}),
+        added_tokens={"<x>": self.size + 1},
+      )
+
+
+class MalformedFilesTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.folder = make_folder(self)
+    self.path = write_tokenizer(self.folder)
+
+  def test_a_byte_order_mark_changes_nothing(self):
+    want = tokenizer.load_tokenizer(str(self.folder)).encode("low est")
+    (self.folder / "tokenizer_config.json").write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+      file = self.folder / name
+      file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    got = tokenizer.load_tokenizer(str(self.folder)).encode("low est")
+    np.testing.assert_array_equal(got, want)
+
+  @parameterized.product(
+    name=["tokenizer.json", "tokenizer_config.json", "added_tokens.json"],
+    case=[
+      ('{"a": "\xe9"}'.encode("latin-1"), "is no UTF-8"),
+      (b"\xff\xfe{\x00}\x00", "is no UTF-8"),
+      (b"{", "is no (JSON|tokenizer.json)"),
+      (b"[" * 10**5, "is no (JSON|tokenizer.json)"),
+    ],
+  )
+  def test_one_error_names_the_file(self, name, case):
+    content, message = case
+    (self.folder / name).write_bytes(content)
+    with self.assertRaisesRegex(ValueError, message) as raised:
+      tokenizer.load_tokenizer(str(self.folder))
+    self.assertIn(name, str(raised.exception))
+
+  def test_huge_ids(self):
+    """Fault class: a table as long as the largest id that a file names."""
+    data = json.loads(self.path.read_text())
+    data["model"]["vocab"]["zzz"] = 2**31 + 5
+    self.path.write_text(json.dumps(data))
+    with self.assertRaisesRegex(ValueError, "'zzz' the id 2147483653"):
+      tokenizer.load_tokenizer(str(self.folder))
 
 
 class LoadTokenizerTest(absltest.TestCase):

@@ -14,6 +14,7 @@ import pytest
 from longstraw_jax import PRESETS, Group, Model, PolicyObjective
 from longstraw_jax.rewards import RewardError
 from longstraw_jax.steps import make_learner, rollout_groups, score_reference
+from longstraw_jax.stop_ids import StopId
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.testing.baselines import group_scores
 from longstraw_jax.tokenizer import ByteTokenizer, JsonTokenizer
@@ -183,7 +184,7 @@ class StepTest(parameterized.TestCase):
 class JudgedTextTest(parameterized.TestCase):
   """Rewards see all that was sampled but the stop id that ended it."""
 
-  def _seen(self, tokenizer, responses, lengths):
+  def _seen(self, tokenizer, responses, lengths, stops=()):
     """(text, ids, truncated) of each member, as a reward function gets them."""
     seen = []
 
@@ -191,7 +192,7 @@ class JudgedTextTest(parameterized.TestCase):
       seen.append((response_text, response_ids.tolist(), truncated))
       return 0.0
 
-    trainer = Trainer(MODEL, BASE, TASK, tokenizer, reward)
+    trainer = Trainer(MODEL, BASE, TASK, tokenizer, reward, stops)
     groups = jax.vmap(Group.create)(
       jnp.asarray([responses]), jnp.asarray([lengths])
     )
@@ -215,10 +216,17 @@ class JudgedTextTest(parameterized.TestCase):
         pathlib.Path(folder), special=[*names, "<think>", "</think>"]
       )
       tokenizer = JsonTokenizer(path)
-    ids = tokenizer.encode(sampled, special=True).tolist()
+    ids = tokenizer.encode(sampled, special=True, begin=False).tolist()
     behind = [1, 3]  # what stands behind the length is nobody's
     ((*seen, cut),) = self._seen(tokenizer, [ids + behind], [len(ids)])
     self.assertEqual((*seen, cut), (text, ids, truncated))
+
+  def test_every_stop_id_ends_a_response(self):
+    stops = tuple(StopId(i, "", ()) for i in (10, 256))
+    trainer = dataclasses.replace(_trainer(), stops=stops)
+    self.assertEqual(trainer.stop_ids, (256, 10))
+    seen = self._seen(ByteTokenizer(), [[52, 50, 10]], [3], stops)
+    self.assertEqual(seen, [("42", [52, 50, 10], False)])
 
   def test_bytes(self):
     end, pad = ByteTokenizer.eos_id, ByteTokenizer.pad_id

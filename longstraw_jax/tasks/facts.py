@@ -290,7 +290,7 @@ class FactTask:
       prompt_ids=prompt_ids,
       prompt_text=self.tokenizer.decode(prompt_ids),
       answer_text=puzzle.answer,
-      answer_ids=self.tokenizer.encode(puzzle.answer),
+      answer_ids=self._piece(puzzle.answer),
       info={
         "answer": puzzle.answer,
         "kind": self.config.kind,
@@ -309,8 +309,9 @@ class FactTask:
     """Ids of the whole prompt, and where each key's fact begins in it."""
     facts = [self._fact_ids(key, value) for key, value in puzzle.facts]
     question = f"# answer: code {','.join(puzzle.asked)} = "
-    question_ids = self.tokenizer.encode(question)
-    taken = sum(map(len, facts)) + len(question_ids)
+    question_ids = self._piece(question)
+    begin_ids = np.asarray(self.tokenizer.begin_ids, np.int32)
+    taken = sum(map(len, facts)) + len(question_ids) + len(begin_ids)
     room = self.config.prompt_tokens - taken
     if room < 0:
       raise ValueError(
@@ -319,10 +320,11 @@ class FactTask:
       )
     text_ids, borders = self._text(room, rng, split)
     places = _nearest(borders, np.sort(rng.uniform(0, room, len(facts))))
-    pieces, positions, done = [], {}, 0
+    pieces, positions, done = [begin_ids], {}, 0
     for (key, _), ids, place in zip(puzzle.facts, facts, places, strict=True):
       pieces.append(text_ids[done:place])
-      positions[key] = int(place) + sum(map(len, facts[: len(positions)]))
+      before = [begin_ids, *facts[: len(positions)]]
+      positions[key] = int(place) + sum(map(len, before))
       pieces.append(ids)
       done = place
     return np.concatenate([*pieces, text_ids[done:], question_ids]), positions
@@ -330,7 +332,11 @@ class FactTask:
   def _fact_ids(self, key: str, value: str) -> np.ndarray:
     """A fact's line; its value has the ids that it has as an answer."""
     pieces = (f"# code {key} = ", value, "\n")
-    return np.concatenate([self.tokenizer.encode(piece) for piece in pieces])
+    return np.concatenate([self._piece(piece) for piece in pieces])
+
+  def _piece(self, text: str) -> np.ndarray:
+    """Ids of text that stands behind other text."""
+    return self.tokenizer.encode(text, begin=False)
 
   def _text(
     self, num_tokens: int, rng: np.random.Generator, split: str
@@ -352,7 +358,7 @@ class FactTask:
     while True:
       text = self.corpus.window(rng, num_chars, split)
       lines = [
-        self.tokenizer.encode(line + "\n")
+        self._piece(line + "\n")
         for line in text.removesuffix("\n").split("\n")
         if not FACT_PATTERN.search(line)
       ]

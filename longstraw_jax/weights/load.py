@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -18,6 +17,7 @@ import numpy as np
 
 from longstraw_jax.checks import listed
 from longstraw_jax.config import ModelConfig
+from longstraw_jax.json_files import read_object
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.weights.families import config_from_hf
@@ -85,13 +85,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
       f"no {CONFIG_NAME} at {str(path)!r}: give the folder of a downloaded "
       "checkpoint"
     )
-  try:
-    values = json.loads(file.read_text("utf-8"))
-  except ValueError as error:
-    raise ValueError(f"{str(file)!r} is not JSON ({error})") from error
-  if not isinstance(values, dict):
-    raise ValueError(f"{str(file)!r} is JSON but no object")
-  return values
+  return read_object(file)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
