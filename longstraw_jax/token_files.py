@@ -49,13 +49,11 @@ class SideFiles:
     numbered: added tokens that have an id, by it, and which file says so.
     named: special tokens without one.
     roles: names of such as "eos_token".
-    add_bos: whether texts begin with the bos_token; None where no file says.
   """
 
   numbered: Mapping[int, tuple[Token, pathlib.Path]]
   named: tuple[Token, ...]
   roles: Mapping[str, str]
-  add_bos: bool | None
 
 
 def token_name(value: Any) -> str | None:
@@ -112,7 +110,6 @@ def read_side_files(folder: pathlib.Path) -> SideFiles:
     numbered=numbered,
     named=tuple(t for name, t in named.items() if name not in ids),
     roles=roles,
-    add_bos=_switch(folder / _CONFIG, read.get(_CONFIG, {}), "add_bos_token"),
   )
 
 
@@ -238,12 +235,3 @@ def _added(
       "use true or false"
     )
   return Token(content, **flags)
-
-
-def _switch(file: pathlib.Path, values: Mapping, key: str) -> bool | None:
-  value = values.get(key)
-  if value is not None and not isinstance(value, bool):
-    raise ValueError(
-      f"{str(file)!r}: {key} is {value!r:.40}: use true or false"
-    )
-  return value

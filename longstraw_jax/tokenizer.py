@@ -241,8 +241,9 @@ class JsonTokenizer(LibraryTokenizer):
 
   Tokens that tokenizer_config.json, special_tokens_map.json or
   added_tokens.json add are tokens here too. Texts begin with what the
-  post-processor says, or tokenizer_config.json where it has `add_bos_token`.
-  The padding token is the file's own, or tokenizer_config.json's, or one of
+  post-processor says; `add_bos_token` in tokenizer_config.json is for folders
+  without a tokenizer.json, and does nothing here, as in transformers 5. The
+  padding token is the file's own, or tokenizer_config.json's, or one of
   `PAD_CANDIDATES`.
   """
 
@@ -279,17 +280,11 @@ class JsonTokenizer(LibraryTokenizer):
     pad_names = [padding["pad_token"]] if padding else []
     if "pad_token" in beside.roles:
       pad_names.append(beside.roles["pad_token"])
-    begin_ids = None if begin else ()
-    bos = beside.roles.get("bos_token")
-    if begin and beside.add_bos is not None:
-      begin_ids = ()
-      if beside.add_bos and bos is not None:
-        begin_ids = (tokenizer.token_to_id(bos),)
     super().__init__(
       tokenizer,
       _end_id(tokenizer, path, eos_token or beside.roles.get("eos_token")),
       _first_id(tokenizer, (*pad_names, *PAD_CANDIDATES)),
-      begin_ids,
+      None if begin else (),
     )
 
 
