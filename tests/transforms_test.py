@@ -330,11 +330,21 @@ class ModelTest(parameterized.TestCase):
 class EveryModelTest(parameterized.TestCase):
   @parameterized.product(
     case=CASES,
-    over=("responses", "prompt", "advantages", "scale"),
-    road=("composed", "transaction"),
+    form=(
+      ("responses", "composed"),
+      ("prompt", "transaction"),
+      ("advantages", "composed"),
+    ),
   )
-  def test_every_leaf(self, case, over, road):
-    check_model(*case, over, road)
+  def test_every_leaf(self, case, form):
+    check_model(*case, *form)
+
+  @parameterized.product(
+    name=("tiny-moe", "tiny-glm"),
+    over=("responses", "advantages", "scale"),
+  )
+  def test_every_leaf_of_the_transaction(self, name, over):
+    check_model(name, "full", 2, (1, 1), over, "transaction")
 
 
 if __name__ == "__main__":
