@@ -17,7 +17,9 @@ from longstraw_jax import (
 from longstraw_jax.config import PAGE_DTYPES
 from longstraw_jax.objectives import LikelihoodObjective
 from longstraw_jax.ops.pages.stored import ScaledRows, expand, store
+from longstraw_jax.replay import branch_job, prompt_pages, zero_sums
 from longstraw_jax.testing.compare import assert_gradients_close
+from longstraw_jax.walk import walk_backward, walk_forward
 from tests.small_models import build, make_prompt
 
 PROMPT = make_prompt(41)
@@ -70,6 +72,42 @@ class StoreTest(parameterized.TestCase):
     found = expand(store({"k": rows}, {"k": buffer})["k"], "float64")
     step = np.abs(rows).max(-1, keepdims=True) / 127
     self.assertLessEqual(float((abs(found - rows) - 0.51 * step).max()), 1e-9)
+
+
+class WidthTest(parameterized.TestCase):
+  def test_page_gradients_of_narrow_models_are_wide(self):
+    """What 40 chunks add to a row must not be rounded 40 times."""
+    model, params = build("tiny-hybrid", "bfloat16")
+    asked, default, narrow = (
+      gradient(model, params, page_grad_dtype=dtype)
+      for dtype in ("float32", None, "bfloat16")
+    )
+    jax.tree.map(np.testing.assert_array_equal, default, asked)
+    self.assertGreater(gap(narrow, asked), 1e-4)
+
+  @parameterized.parameters("bfloat16", "float32", "float64")
+  def test_every_sum_of_a_walk_is_wide(self, dtype):
+    """Of the parameters, of prior pages and of a member's own rows."""
+    model, params = build("tiny-hybrid", dtype)
+    group = Group.create(RESPONSES, [4, 3])
+
+    def sums(params):
+      state = capture(model, params, PROMPT, chunk_size=8, grad_scope="full")
+      totals = zero_sums(model, params, state)
+      job = branch_job(state, group.responses[0], group.lengths[0], None, 2)
+      priors, carry = prompt_pages(state, None), state.carry
+      walked = walk_forward(
+        model, params, priors, carry, job, save_carries=True
+      )
+      rows, saved = walked.rows, walked.saved_carries
+      dscores = walked.logprobs, walked.entropy
+      return walk_backward(
+        model, params, priors, job, rows, saved, dscores, None, totals
+      )
+
+    totals, own = jax.eval_shape(sums, params)
+    for leaf in jax.tree.leaves((totals.params, totals.priors, own)):
+      self.assertEqual(leaf.dtype, jnp.promote_types(dtype, "float32"))
 
 
 class PageDtypeTest(parameterized.TestCase):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from longstraw_jax import Segment
+from longstraw_jax import Segment, make_mesh
+from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.selection import (
   NO_KEY,
   index_scores,
@@ -149,6 +150,36 @@ class SelectKeysTest(parameterized.TestCase):
         capacity=TOKENS,
       )
       np.testing.assert_array_equal(found, wanted[part])
+
+  @parameterized.product(kind=("zeros", "all equal"), shards=(2, 4))
+  def test_ties_across_devices_go_to_the_lowest_position(self, kind, shards):
+    """Not to an owner: each holds a part of every chunk."""
+    q, w, k = inputs(zeros=True)
+    if kind == "all equal":
+      k = np.ones_like(k)
+    wanted = whole(q, w, k)
+    start, striping = 32, Striping(chunk=8, shards=shards)
+    mesh = make_mesh(shards)
+
+    @jax.jit
+    def found(q, w, k, stored):
+      segment = Segment(
+        rows={"key": stored[None]},
+        tap=None,
+        layer=jnp.int32(0),
+        length=jnp.int32(start),
+        start=jnp.int32(0),
+        striping=striping,
+      )
+      positions = start + jnp.arange(q.shape[0], dtype=jnp.int32)
+      return select_keys(
+        q, w, k, positions, (segment,), name="key", number=NUMBER, **TILES
+      )
+
+    with jax.set_mesh(mesh):
+      stored = striping.deal(jnp.asarray(k[:start]))
+      got = found(q[start:], w[start:], k[start:], stored)
+    np.testing.assert_array_equal(got, wanted[start:])
 
   def test_members_together_choose_like_one(self):
     q, w, k = inputs()
