@@ -12,6 +12,7 @@ from absl import logging
 from longstraw_jax.checkpoint import CheckpointError
 from longstraw_jax.disk import DiskError
 from longstraw_jax.distributed import PeerError
+from longstraw_jax.finite import NonFiniteError
 from longstraw_jax.interrupts import Interrupted
 from longstraw_jax.metrics import device_name, plain, versions
 from longstraw_jax.rewards import RewardError
@@ -21,6 +22,7 @@ INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run it again
 # What the message of is enough: it names the value or file and the remedy.
 ENDS = (
   *(ValueError, OSError, CheckpointError, DiskError, RewardError, PeerError),
+  NonFiniteError,
 )
 
 

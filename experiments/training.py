@@ -88,7 +88,7 @@ MESH_FLAGS = "mesh_context mesh_member".split()
 # What may change between a run and its continuation.
 SCHEDULE = frozenset(
   "out steps eval_every eval_prompts eval_at_once checkpoint_every"
-  " keep_checkpoints wandb_project".split()
+  " keep_checkpoints max_bad_steps wandb_project".split()
   + MESH_FLAGS
 )
 

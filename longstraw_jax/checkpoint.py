@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 
 from longstraw_jax.checks import differences, listed
 from longstraw_jax.distributed import is_leader, on_leader
+from longstraw_jax.finite import check_finite
 from longstraw_jax.state import named_leaves
 from longstraw_jax.types import Tree
 
@@ -77,8 +78,15 @@ class Checkpoints:
 
     Raises:
       CheckpointError: that one failed, or this one could not begin.
+      NonFiniteError: a number of the tree is not finite; nothing is written
+        and no older checkpoint makes room.
     """
     self.wait()
+    check_finite(
+      tree,
+      f"the state of step {step}",
+      f"It is not saved; the last checkpoint is {self.latest()}",
+    )
     leaves = named_leaves(tree)
     header = {"settings": dict(settings), "arrays": _described(leaves)}
     partial = self._folder(step, PARTIAL)

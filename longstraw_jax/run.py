@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import logging
 import pathlib
 from typing import Any
 
@@ -15,6 +16,7 @@ from longstraw_jax.checkpoint import CheckpointError, Checkpoints
 from longstraw_jax.curve import plot_curve
 from longstraw_jax.disk import DiskError, sole_writer
 from longstraw_jax.distributed import PeerError, is_leader, on_leader
+from longstraw_jax.finite import NonFiniteError, check_finite
 from longstraw_jax.interrupts import Interrupted, check, listen
 from longstraw_jax.metrics import (
   ROWS,
@@ -35,7 +37,14 @@ from longstraw_jax.trainer import Trainer
 
 WARM_START, GRPO, FINAL = "warm_start", "grpo", "final"
 # What ends all processes of a run together, so that they can still save.
-TOLD = (RewardError, DiskError, PeerError, Interrupted, KeyboardInterrupt)
+TOLD = (
+  RewardError,
+  DiskError,
+  PeerError,
+  NonFiniteError,
+  Interrupted,
+  KeyboardInterrupt,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,8 @@ class RunConfig:
     eval_at_once: how many of them are worked on together.
     checkpoint_every: steps between checkpoints.
     keep_checkpoints: how many of the last ones stay.
+    max_bad_steps: the run stops after so many steps in a row of which an
+      update was skipped, because its loss or gradient was not finite.
     wandb_project: also log there.
     warm_start: the supervised phase.
   """
@@ -80,8 +91,15 @@ class RunConfig:
   eval_at_once: int = 64
   checkpoint_every: int = 50
   keep_checkpoints: int = 3
+  max_bad_steps: int = 3
   wandb_project: str | None = None
   warm_start: WarmStartConfig = WarmStartConfig()
+
+  def __post_init__(self):
+    if self.max_bad_steps < 1:
+      raise ValueError(
+        f"max_bad_steps is {self.max_bad_steps}: give at least 1"
+      )
 
 
 @struct.dataclass
@@ -95,6 +113,7 @@ class RunState:
     warm_steps: supervised steps taken.
     grpo_steps: GRPO steps taken.
     warm: 1 while the warm start goes on.
+    bad_steps: the last steps in a row of which an update was skipped.
   """
 
   learner: Learner
@@ -103,6 +122,7 @@ class RunState:
   warm_steps: Int[Array, ""]
   grpo_steps: Int[Array, ""]
   warm: Int[Array, ""]
+  bad_steps: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +166,7 @@ class Run:
       warm_steps=zero,
       grpo_steps=zero,
       warm=jnp.int32(warm.max_steps > 0),
+      bad_steps=zero,
     )
 
   def execute(self) -> list[dict[str, Any]]:
@@ -166,6 +187,8 @@ class Run:
       RewardError: the reward function failed.
       PeerError: another process stopped.
       Interrupted: a signal came.
+      NonFiniteError: too many bad steps in a row, or weights, moments or a
+        reference that are not finite; these are in no checkpoint.
     """
     checkpoints = Checkpoints(
       self.out / "checkpoints", self.config.keep_checkpoints
@@ -198,6 +221,11 @@ class Run:
     found = checkpoints.latest()
     if found is not None:
       state = checkpoints.restore(found, state, self.settings)
+    check_finite(
+      state,
+      "the first weights" if found is None else f"checkpoint {found}",
+      "Give other weights, or remove that checkpoint",
+    )
     return state
 
   def _loop(self, state: RunState, checkpoints: Checkpoints, log) -> None:
@@ -278,12 +306,36 @@ class Run:
         continue
       new, row = self._step(state, row)
       self._write(log, row)
+      if row["bad_step"]:
+        self._warn(new, row)
       state = new
       yield state
+      self._check_bad_steps(state)
 
   def _finish(self, state: RunState, log) -> None:
     row = {"phase": FINAL, "step": int(state.step)}
     self._write(log, row | self._evaluate(state))
+
+  def _warn(self, state: RunState, row: dict) -> None:
+    logging.getLogger(__name__).warning(
+      "step %d: %d updates were skipped, their loss or gradient is not finite; "
+      "prompts %s; %d such steps in a row",
+      row["step"],
+      row["skipped_updates"],
+      row["bad_prompts"],
+      int(state.bad_steps),
+    )
+
+  def _check_bad_steps(self, state: RunState) -> None:
+    """Stops the run after too many in a row."""
+    bad, most = int(state.bad_steps), self.config.max_bad_steps
+    if bad >= most:
+      raise NonFiniteError(
+        f"the last {bad} steps were skipped, up to step {int(state.step) - 1}: "
+        f"their loss or gradient is not finite and max_bad_steps is {most}. "
+        "The weights are those before them: look at the prompts that the rows "
+        "name, or lower the learning rate, and run again"
+      )
 
   def _warm_enough(self, done: int, row: dict) -> bool:
     warm = self.config.warm_start
@@ -328,9 +380,12 @@ class Run:
       new = state.replace(grpo_steps=state.grpo_steps + 1)
       head = {"phase": GRPO}
     head |= {"step": int(state.step), "phase_step": done}
-    return new.replace(learner=learner, step=state.step + 1), (
-      head | row | figures
+    new = new.replace(
+      learner=learner,
+      step=state.step + 1,
+      bad_steps=(state.bad_steps + 1) * int(figures["bad_step"]),
     )
+    return new, head | row | figures
 
   def _write(self, log: MetricLog, row: dict) -> None:
     engine, sampling = self.trainer.config.engine, self.trainer.config.sampling

@@ -8,7 +8,7 @@ from flax import struct
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 import optax
 
 from longstraw_jax.capture import capture
@@ -35,7 +35,8 @@ class Learner:
   Attributes:
     params: the policy.
     opt_state: of the optimizer; it knows the trainable leaves only.
-    step: optimizer steps taken.
+    step: optimizer steps taken; one that was skipped because its gradient was
+      not finite is none, as the weights are still those of the step before.
   """
 
   params: Params
@@ -164,17 +165,39 @@ def score_reference(
 
 
 def apply_gradient(
-  optimizer: OptimizerConfig, learner: Learner, grads: Tree
+  optimizer: OptimizerConfig,
+  learner: Learner,
+  grads: Tree,
+  finite: Bool[Array, ""] | bool = True,
 ) -> Learner:
-  """The learner one optimizer step on."""
+  """The learner one optimizer step on, or the same learner.
+
+  One NaN or infinity in a gradient would reach every weight and moment through
+  the clipped norm. Such a step is not taken: weights, moments, the schedule's
+  count and `step` stay as they are, to the bit.
+
+  Args:
+    optimizer: its settings.
+    learner: the weights and the optimizer's state.
+    grads: the gradient; not applied where its norm is not finite.
+    finite: whether all else that the step comes from is finite.
+  """
+  old = (learner.params.trainable, learner.opt_state, learner.step)
   updates, opt_state = optimizer.build().update(
     grads, learner.opt_state, learner.params.trainable
   )
   trainable = optax.apply_updates(learner.params.trainable, updates)
+  finite &= jnp.isfinite(optax.tree.norm(grads))
+  # Element by element, so that a buffer that is given up is written in place.
+  trainable, opt_state, step = jax.tree.map(
+    lambda new, old: jnp.where(finite, new, old),
+    (trainable, opt_state, learner.step + 1),
+    old,
+  )
   return Learner(
     params=learner.params.replace(trainable=constrain_at_rest(trainable)),
     opt_state=constrain_at_rest(opt_state),
-    step=learner.step + 1,
+    step=step,
   )
 
 
@@ -202,12 +225,14 @@ def update(
     states: captured with these weights (or stale by policy); None captures.
 
   Returns:
-    The learner one step on; the metrics of every group, [B] each, with the
-    summed loss and the gradient's norm.
+    The learner one step on, or as it was where the loss or the gradient is not
+    finite; the metrics of every group, [B] each, with `finite`, whether its
+    own loss and gradient are; and the summed loss, the gradient's norm and
+    `applied`, whether the step was taken.
   """
 
   def one(prompt, group, state):
-    return group_gradient(
+    loss, grads, metrics = group_gradient(
       model,
       learner.params,
       prompt,
@@ -221,6 +246,8 @@ def update(
       state=state,
       pages=engine.pages,
     )
+    finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(grads))
+    return loss, grads, metrics | {"finite": finite}
 
   at_once = engine.prompts_at_once
   together = jax.vmap(one)
@@ -243,7 +270,12 @@ def update(
   shapes = jax.eval_shape(together, *jax.tree.map(lambda x: x[0], batches))
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), shapes[:2])
   (loss, grads), metrics = lax.scan(batch, zeros, batches)
-  learner = apply_gradient(optimizer, learner, grads)
   metrics = jax.tree.map(lambda x: x.reshape(-1), metrics)
-  metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-  return learner, replicate(metrics)
+  finite = jnp.isfinite(loss) & metrics["finite"].all()
+  new = apply_gradient(optimizer, learner, grads, finite)
+  metrics |= {
+    "loss": loss,
+    "grad_norm": optax.tree.norm(grads),
+    "applied": new.step != learner.step,
+  }
+  return new, replicate(metrics)

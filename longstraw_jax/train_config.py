@@ -1,6 +1,7 @@
 """Frozen configurations of a training run."""
 
 import dataclasses
+import math
 
 import optax
 
@@ -79,7 +80,7 @@ class OptimizerConfig:
   def __post_init__(self):
     for name in ("learning_rate", "max_grad_norm"):
       value = getattr(self, name)
-      _require(value > 0, name, value, "use a positive number")
+      _require(0 < value < math.inf, name, value, "use a positive number")
 
   def build(self) -> optax.GradientTransformation:
     """The optax transformation."""

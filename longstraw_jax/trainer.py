@@ -1,5 +1,6 @@
 """The online loop: rollout, rewards, scores, gradient, optimizer step."""
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import time
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
-from longstraw_jax.checks import check_group, check_tokens
+from longstraw_jax.checks import check_group, check_tokens, listed
 from longstraw_jax.distributed import from_leader
 from longstraw_jax.interrupts import breakable, check
 from longstraw_jax.models.model import Model, Params
@@ -32,6 +33,8 @@ from longstraw_jax.tasks import Example, Task
 from longstraw_jax.tokenizer import Tokenizer
 from longstraw_jax.train_config import OptimizerConfig, TrainConfig
 from longstraw_jax.types import Group
+
+MOST_LISTED = 5  # prompts of one length in an error message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +73,12 @@ class Trainer:
     ]
 
   def _prompts(self, examples) -> tuple[Array, Array]:
+    for example in examples:
+      check_tokens(
+        "prompt", example.prompt_ids, None, self.model.config.vocab_size
+      )
+    _check_lengths(examples)
     prompts = np.stack([e.prompt_ids for e in examples])
-    for prompt in prompts:
-      check_tokens("prompt", prompt, None, self.model.config.vocab_size)
     ids = np.asarray([e.prompt_id for e in examples], np.int32)
     return jnp.asarray(prompts), jnp.asarray(ids)
 
@@ -122,10 +128,12 @@ class Trainer:
       reference: frozen weights for the KL term, or None.
 
     Returns:
-      The learner and the step's figures.
+      The learner and the step's figures. An update whose loss or gradient is
+      not finite is skipped, see `skipped_updates`.
 
     Raises:
       RewardError: the reward function failed or gave no finite number.
+      ValueError: prompts of several lengths.
     """
     config, engine = self.config, self.config.engine
     clock = _Clock()
@@ -177,6 +185,7 @@ class Trainer:
     clock.lap("update")
     tokens = prompts.size + int(np.sum(jax.device_get(groups.lengths)))
     row = summarize_groups(groups) | combine_metrics(figures)
+    row |= skipped_updates(examples, figures)
     if reference is None:
       del row["kl_ref"]  # there is nothing to be far from
     return learner, row | clock.rates(tokens)
@@ -250,7 +259,8 @@ class Trainer:
       jax.tree.map(lambda *x: jnp.stack(x), *groups),
       None,
     )
-    row = combine_metrics([jax.device_get(metrics)])
+    figures = [jax.device_get(metrics)]
+    row = combine_metrics(figures) | skipped_updates(examples, figures)
     clock.lap("update")
     return learner, row | clock.rates(int(prompts.size))
 
@@ -292,6 +302,28 @@ class Trainer:
     return self.rewards(examples, groups)[:, 0]
 
 
+def _check_lengths(examples: Sequence[Example]) -> None:
+  """Refuses prompts that cannot be one array.
+
+  Raises:
+    ValueError: naming the prompts of every length.
+  """
+  lengths: dict[int, list[int]] = {}
+  for example in examples:
+    ids = lengths.setdefault(len(example.prompt_ids), [])
+    ids.append(int(example.prompt_id))
+  if len(lengths) > 1:
+    found = "; ".join(
+      f"{length} tokens: {listed([f'prompt {i}' for i in ids], MOST_LISTED)}"
+      for length, ids in sorted(lengths.items())
+    )
+    raise ValueError(
+      f"the prompts of one step have {len(lengths)} lengths ({found}): they "
+      "are one array, so let the task cut or fill them to the same number of "
+      "tokens, or put prompts of one length into a step"
+    )
+
+
 class _Clock:
   """Wall seconds of the phases of a step."""
 
@@ -329,6 +361,33 @@ def summarize_groups(groups: Group) -> dict[str, float]:
   }
 
 
+def skipped_updates(
+  examples: Sequence[Example], updates: list[dict[str, np.ndarray]]
+) -> dict[str, Any]:
+  """What a step's row says of updates that were not finite.
+
+  Args:
+    examples: the step's prompts.
+    updates: the metrics of every update of the step.
+
+  Returns:
+    bad_step, whether any update was skipped; skipped_updates, how many; and
+    bad_prompts, the ids of those whose own loss or gradient was not finite.
+    There are none where finite gradients have a sum beyond the dtype's range.
+  """
+  skipped = sum(not metrics["applied"] for metrics in updates)
+  finite = np.all([metrics["finite"] for metrics in updates], axis=0)
+  return {
+    "bad_step": skipped > 0,
+    "skipped_updates": int(skipped),
+    "bad_prompts": [
+      int(example.prompt_id)
+      for example, ok in zip(examples, finite, strict=True)
+      if not ok
+    ],
+  }
+
+
 def combine_metrics(updates: list[dict[str, np.ndarray]]) -> dict[str, float]:
   """One figure a metric over the groups of all updates of a step.
 
@@ -345,7 +404,7 @@ def combine_metrics(updates: list[dict[str, np.ndarray]]) -> dict[str, float]:
         row[name] = value
       elif name in ("policy_loss", "num_tokens"):
         row[name] = value.sum()
-      elif name not in ("reward_mean", "zero_spread"):
+      elif name not in ("reward_mean", "zero_spread", "finite", "applied"):
         row[name] = (weights * value).sum()
     rows.append(row)
   peak = lambda name: max if name.endswith("_max") else np.mean

@@ -175,6 +175,32 @@ class StepTest(parameterized.TestCase):
       losses.append(row["nll"])
     self.assertLess(losses[-1], losses[0] - 1)
 
+  @parameterized.parameters("step", "supervised_step", "evaluate")
+  def test_prompts_of_several_lengths(self, entry):
+    """One error that names them; numpy's names nothing."""
+
+    class Uneven:
+      chance_level = 0.0
+
+      def sample(self, index, split):
+        example = TASK.sample(index, split)
+        ids = example.prompt_ids[: len(example.prompt_ids) - index % 2]
+        return dataclasses.replace(example, prompt_ids=ids)
+
+    trainer = dataclasses.replace(_trainer(), task=Uneven())
+    learner = make_learner(PARAMS, BASE.optimizer)
+    arguments = {
+      "step": (learner, 3, None),
+      "supervised_step": (learner, 0, Uneven(), 2, BASE.optimizer),
+      "evaluate": (learner, 2),
+    }[entry]
+    first = {"step": 6, "supervised_step": 2**29, "evaluate": 0}[entry]
+    split = "heldout" if entry == "evaluate" else "train"
+    even, odd = (TASK.sample(first + i, split).prompt_id for i in range(2))
+    message = f"2 lengths .71 tokens: prompt {odd}; 72 tokens: prompt {even}"
+    with self.assertRaisesRegex(ValueError, message):
+      getattr(trainer, entry)(*arguments)
+
   def test_steps_draw_different_prompts(self):
     trainer = _trainer()
     ids = [e.prompt_id for step in range(3) for e in trainer.examples(step)]
