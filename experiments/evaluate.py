@@ -27,7 +27,9 @@ def main(argv):
   values["temperature"] = FLAGS.temperature
   run = training.build_run(values)
   training.print_policy(run)
-  learner, step = training.restore_learner(run, values)
+  learner, step = training.restore_learner(
+    run, changed=("prompt_tokens", "temperature")
+  )
   rewards = run.trainer.evaluate(learner, FLAGS.prompts)
   error = rewards.std() / math.sqrt(len(rewards))
   writer = RowWriter(

@@ -11,11 +11,10 @@ import pathlib
 
 from absl import app, flags
 import jax
-import jax.numpy as jnp
 
 from experiments import common_flags, training
 from experiments.report import exit_code
-from longstraw_jax import capture, rollout
+from longstraw_jax.train_config import SamplingConfig
 
 FLAGS = flags.FLAGS
 
@@ -38,27 +37,19 @@ def main(argv):
   values = training.load_values(FLAGS.run)
   run = training.build_run(values)
   training.print_policy(run)
-  learner, _ = training.restore_learner(run, values)
+  learner, _ = training.restore_learner(run)
   trainer = run.trainer
   key = jax.random.key(FLAGS.seed)
+  sampling = SamplingConfig(
+    group_size=FLAGS.responses,
+    max_tokens=FLAGS.max_tokens or values["max_tokens"],
+    temperature=FLAGS.temperature,
+    top_k=FLAGS.top_k,
+    top_p=FLAGS.top_p,
+  )
   for number, (ids, text, answer) in enumerate(_prompts(run, values)):
-    state = capture(
-      trainer.model,
-      learner.params,
-      jnp.asarray(ids),
-      chunk_size=values["chunk_size"],
-    )
-    group = rollout(
-      trainer.model,
-      learner.params,
-      state,
-      jax.random.fold_in(key, number),
-      group_size=FLAGS.responses,
-      max_tokens=FLAGS.max_tokens or values["max_tokens"],
-      temperature=FLAGS.temperature,
-      top_k=FLAGS.top_k,
-      top_p=FLAGS.top_p,
-      stop_ids=trainer.stop_ids,
+    group = trainer.sample(
+      learner, ids, jax.random.fold_in(key, number), sampling
     )
     print(f"--- prompt {number}, {len(ids)} tokens: ...{text[-60:]!r}")
     if answer is not None:

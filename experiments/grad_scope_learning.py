@@ -40,7 +40,7 @@ def warm_started(values: dict, out: pathlib.Path):
   }
   run = training.build_run(values, training.Progress(0))
   run.execute()
-  return training.restore_learner(run, values)[0].params
+  return training.restore_learner(run)[0].params
 
 
 def scope_rows(values: dict, scope: str, params, out: pathlib.Path):

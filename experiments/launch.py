@@ -6,10 +6,12 @@ Command: python -m experiments.launch --processes=2 --devices=4 --
 Cost: that of the script; on one machine the processes share its cores.
 Expected result: the script's own. When one process ends with an error or is
   killed, the others end too, within --peer_timeout of silence, and the same
-  command, or the script alone, continues from the last checkpoint.
+  command, or the script alone, continues from the last checkpoint. Signals go
+  on to all processes, which save and end with code 75; a second one ends them.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from absl import app, flags
 
 from experiments import common_flags
 from experiments.report import exit_code
+from longstraw_jax.interrupts import SIGNALS
 
 FLAGS = flags.FLAGS
 
@@ -43,6 +46,8 @@ def start(command: list[str], number: int, devices: int) -> list:
         f"--process_id={i}",
       ],
       env=environment,
+      # A terminal's Ctrl-C must not reach them twice: that would be a second.
+      process_group=0,
     )
     for i in range(number)
   ]
@@ -53,6 +58,15 @@ def main(argv):
   if len(argv) < 2:
     raise ValueError("name a script after --, such as experiments.train_grpo")
   processes = start(argv[1:], FLAGS.processes, FLAGS.devices)
+
+  def forward(number, frame):
+    del frame
+    for process in processes:
+      process.send_signal(number)
+
+  for number in SIGNALS:
+    if signal.getsignal(number) is not signal.SIG_IGN:
+      signal.signal(number, forward)
   try:
     while any(process.poll() is None for process in processes):
       time.sleep(0.2)

@@ -62,12 +62,6 @@ def define_flags() -> None:
     "Ids that end a response, besides all that the tokenizer and the "
     "checkpoint name.",
   )
-  flags.DEFINE_list(
-    "ignore_keys",
-    [],
-    "Unknown keys of a checkpoint's configuration to pass over; they are "
-    "refused otherwise.",
-  )
   flags.DEFINE_boolean(
     "begin_token",
     True,
@@ -88,7 +82,7 @@ def define_flags() -> None:
 
 
 FLAG_NAMES = (
-  "preset tokenizer stop_token_ids begin_token ignore_keys"
+  "preset tokenizer stop_token_ids begin_token"
   " lora_rank lora_alpha lora_targets base"
 ).split()
 
@@ -118,7 +112,7 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
     FileNotFoundError: there is no such checkpoint.
   """
   name, tokenizer = values["preset"], values["tokenizer"]
-  path, ignore_keys = None, values.get("ignore_keys", ())
+  path = None
   if name in PRESETS:
     model = Model(PRESETS[name])
     start = lambda seed: jax.jit(model.init)(jax.random.key(seed))
@@ -130,7 +124,7 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
         f"preset={name!r} is neither one of {sorted([*PRESETS, SMOLLM2])} nor "
         "the path of a checkpoint"
       )
-    model, loaded = Model.from_pretrained(path, ignore_keys=ignore_keys)
+    model, loaded = Model.from_pretrained(path)
     start = lambda seed: loaded
     tokenizer = tokenizer or str(path)
   rank = values["lora_rank"]

@@ -89,8 +89,9 @@ def exit_code(main: Callable[[list[str]], int]) -> Callable[[list[str]], None]:
     except ENDS as error:
       print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
       code = BAD_INPUT
-    except Interrupted as error:
-      print(f"{error}: run again to continue", file=sys.stderr)
+    except (Interrupted, KeyboardInterrupt) as error:
+      why = str(error) or "stopped by SIGINT"
+      print(f"{why}: run again to continue", file=sys.stderr)
       code = INTERRUPTED
     sys.exit(code)
 

@@ -1,8 +1,9 @@
 """What the training scripts share: their flags and what is built from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 import sys
@@ -13,15 +14,17 @@ import jax
 import tqdm
 
 from experiments import common_flags, config_flags, policies
-from longstraw_jax import PolicyObjective, distributed, make_mesh
+from longstraw_jax import Model, PolicyObjective, distributed, make_mesh
 from longstraw_jax.checkpoint import Checkpoints
+from longstraw_jax.checks import differences
 from longstraw_jax.disk import write_whole
 from longstraw_jax.distributed import is_leader
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
 from longstraw_jax.steps import Learner
-from longstraw_jax.stop_ids import find_stop_ids
+from longstraw_jax.stop_ids import StopId, find_stop_ids
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
+from longstraw_jax.tokenizer import Tokenizer
 from longstraw_jax.train_config import (
   EngineConfig,
   OptimizerConfig,
@@ -83,6 +86,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 # How many devices and processes share the work.
+PROBE = 2**16  # characters of the corpus that tell tokenizers apart
 MESH_FLAGS = "mesh_context mesh_member".split()
 
 # What may change between a run and its continuation.
@@ -151,14 +155,18 @@ def parse_flags(argv: list[str]) -> list[str]:
   return rest
 
 
-def flag_values() -> dict[str, Any]:
-  """Values of the training flags, by name."""
+def _flag_names() -> list[str]:
   names = [*policies.FLAG_NAMES, *MESH_FLAGS]
   names += "seed out task corpus reward".split()
   for config, prefix, skip in CONFIGS.values():
     scalars = config_flags.scalar_names(config, skip)
     names += [prefix + name for name in scalars]
-  return {name: flags.FLAGS[name].value for name in names}
+  return names
+
+
+def flag_values() -> dict[str, Any]:
+  """Values of the training flags, by name."""
+  return {name: flags.FLAGS[name].value for name in _flag_names()}
 
 
 def _config(name: str, values: Mapping[str, Any], **others: Any) -> Any:
@@ -223,15 +231,37 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
     config=_config("run", values, warm_start=warm),
     out=pathlib.Path(values["out"]),
     warm_task=make(short),
-    settings={k: v for k, v in values.items() if k not in SCHEDULE}
-    # Files beside the weights name some of them, and may change.
-    | {"stop_ids": [stop.id for stop in stops]},
+    settings=_settings(values)
+    | _read_from_outside(model, corpus, tokenizer, stops),
     report=report,
     accepted=functools.partial(
       save_values, values, pathlib.Path(values["out"])
     ),
     mesh=_mesh(values["mesh_context"], values["mesh_member"]),
   )
+
+
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+  """The flags that a continuation must share."""
+  return {k: v for k, v in values.items() if k not in SCHEDULE}
+
+
+def _read_from_outside(
+  model: Model,
+  corpus: Corpus,
+  tokenizer: Tokenizer,
+  stops: Sequence[StopId],
+) -> dict[str, Any]:
+  """What files gave under these flags, which a continuation must share too."""
+  config = dataclasses.asdict(model.config)
+  del config["name"]
+  ids = tokenizer.encode(corpus.train[:PROBE])
+  return {
+    "SHA-256 of the corpus": corpus.digest,
+    "SHA-256 of its first token ids": hashlib.sha256(ids.tobytes()).hexdigest(),
+    "stop_ids": [stop.id for stop in stops],
+    "model": config,
+  }
 
 
 def _mesh(context: int, member: int):
@@ -275,30 +305,59 @@ def load_values(out: str) -> dict[str, Any]:
   """The flags of an earlier run, on one device whatever it was trained on.
 
   Raises:
-    ValueError: there is none in this directory.
+    ValueError: there is no run with a checkpoint in this directory, or its
+      flags are not those of the checkpoint.
+    CheckpointError: the checkpoint is damaged.
   """
   path = pathlib.Path(out) / "flags.json"
   if not path.exists():
     raise ValueError(
       f"run={out!r} holds no flags.json: give the --out of a train_grpo run"
     )
-  one_device = dict.fromkeys(MESH_FLAGS, 1)
-  return json.loads(path.read_text()) | one_device | {"out": out}
+  try:
+    values = dict(json.loads(path.read_bytes()))
+  except (ValueError, TypeError) as error:
+    raise ValueError(f"{path} is damaged: {error}") from error
+  checkpoints = Checkpoints(path.parent / "checkpoints")
+  step = checkpoints.latest()
+  if step is None:
+    raise ValueError(f"run={out!r} has no checkpoint: train first")
+  saved = checkpoints.settings(step)
+  known = {name: saved[name] for name in _flag_names() if name in saved}
+  other = differences(known, _settings(values))
+  other += [
+    f"{name} is missing" for name in _flag_names() if name not in values
+  ]
+  if other:
+    raise ValueError(
+      f"{path} does not hold the flags of checkpoint {step}: "
+      + "; ".join(other)
+      + ". Run the training again with those of the checkpoint"
+    )
+  return values | dict.fromkeys(MESH_FLAGS, 1) | {"out": out}
 
 
-def restore_learner(run: Run, values: Mapping[str, Any]) -> tuple[Learner, int]:
+def restore_learner(
+  run: Run, changed: Iterable[str] = ()
+) -> tuple[Learner, int]:
   """The learner of a run's last checkpoint and its step.
+
+  Args:
+    run: of the settings that the checkpoint was made with.
+    changed: settings in which it differs on purpose.
 
   Raises:
     ValueError: there is no checkpoint.
-    CheckpointError: it is damaged.
+    CheckpointError: it is damaged, or of other settings.
   """
   checkpoints = Checkpoints(run.out / "checkpoints")
   step = checkpoints.latest()
   if step is None:
-    raise ValueError(f"run={values['out']!r} has no checkpoint: train first")
-  like = run.initial_state(run.initial_params(values["seed"]))
-  state = checkpoints.restore(step, like, checkpoints.settings(step))
+    raise ValueError(f"run={str(run.out)!r} has no checkpoint: train first")
+  saved = checkpoints.settings(step)
+  settings = dict(run.settings) | {name: saved[name] for name in changed}
+  like = run.initial_state(run.initial_params(run.trainer.config.seed))
+  state = checkpoints.restore(step, like, settings)
   checkpoints.close()
   return state.learner, step
 

@@ -12,12 +12,16 @@ folder named by a number is whole, or was damaged since.
 
 from collections.abc import Mapping
 from concurrent import futures
+import errno
+import functools
 import hashlib
 import json
 import logging
 import os
 import pathlib
+import re
 import shutil
+import sys
 from typing import Any
 
 import jax
@@ -54,11 +58,11 @@ class Checkpoints:
       directory: where they live.
       keep: how many of the last ones stay.
     """
-    # Orbax logs every save through the root logger.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs every save, and its errors with the stacks of all its threads;
+    # what it raises is told here, once.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     self.directory = pathlib.Path(directory).absolute()
     self._keep = keep
-    self._orbax = ocp.StandardCheckpointer()
     self._thread = futures.ThreadPoolExecutor(1)
     self._pending: tuple[int, futures.Future] | None = None
 
@@ -94,16 +98,25 @@ class Checkpoints:
     def begin() -> None:
       self._clean()
       partial.mkdir(parents=True)
+      needed = sum(x.nbytes for x in leaves.values())
+      if shutil.disk_usage(partial).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    _mute_closed_loops()
+    # Anew for each: an error of one save would come up again in the next.
+    orbax = ocp.StandardCheckpointer()
     try:
       on_leader(begin)
-      self._orbax.save(partial / TREE, leaves)
+      orbax.save(partial / TREE, leaves)
     except (OSError, ValueError) as error:
       raise self._write_error(step, error) from error
-    self._pending = step, self._thread.submit(self._finish, step, header)
+    self._pending = step, self._thread.submit(self._finish, orbax, step, header)
 
-  def _finish(self, step: int, header: Mapping[str, Any]) -> None:
-    self._orbax.wait_until_finished()
+  def _finish(
+    self, orbax: ocp.StandardCheckpointer, step: int, header: Mapping[str, Any]
+  ) -> None:
+    orbax.wait_until_finished()
+    orbax.close()
     if not is_leader():
       return
     partial = self._folder(step, PARTIAL)
@@ -147,6 +160,8 @@ class Checkpoints:
     settle()
 
   def _write_error(self, step: int, error: BaseException) -> CheckpointError:
+    # Orbax leaves the futures of a failed save behind, which tell of it again.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if is_leader():
       shutil.rmtree(self._folder(step, PARTIAL), ignore_errors=True)
     return CheckpointError(
@@ -192,7 +207,8 @@ class Checkpoints:
     self._verify(step)
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, leaves)
     try:
-      found = self._orbax.restore(self._folder(step) / TREE, abstract)
+      with ocp.StandardCheckpointer() as orbax:
+        found = orbax.restore(self._folder(step) / TREE, abstract)
     except (OSError, ValueError) as error:
       raise CheckpointError(
         f"checkpoint {step} in {self.directory} is whole but could not be "
@@ -256,7 +272,22 @@ class Checkpoints:
       self.wait()
     finally:
       self._thread.shutdown()
-      self._orbax.close()
+
+
+@functools.cache
+def _mute_closed_loops() -> None:
+  """Keeps a failed save from telling of itself once a file.
+
+  Of the writes of a save one error ends Orbax's event loop; tensorstore tells
+  the loop of every further one, which Python prints with its stack.
+  """
+  before = sys.unraisablehook
+
+  def hook(args) -> None:
+    if str(args.exc_value) != "Event loop is closed":
+      before(args)
+
+  sys.unraisablehook = hook
 
 
 def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
@@ -266,6 +297,12 @@ def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _first_line(error: BaseException) -> str:
+  """What went wrong, in a line; of the system's errors in its own words."""
+  number = getattr(error, "errno", None)
+  if found := re.search(r"os_error_code='(\d+)'", str(error)):  # tensorstore's
+    number = int(found.group(1))
+  if number is not None:
+    return os.strerror(number)
   lines = str(error).splitlines() or [""]
   return f"{type(error).__name__}: {lines[0][:200]}"
 

@@ -7,14 +7,15 @@ import json
 import math
 import pathlib
 import resource
+import socket
 import sys
 import time
 from typing import Any
 
 import jax
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
 from longstraw_jax.disk import write_whole, writing
@@ -97,9 +98,9 @@ class MetricLog:
     kept = [row for row in read_rows(self.path) if row["step"] < first_step]
     lines = "".join(json.dumps(row) + "\n" for row in kept)
     write_whole(self.path, lines.encode())
+    self._board = _Board(self.path.parent / "tensorboard", first_step)
     with writing(self.path):
       self._file = self.path.open("a")
-    self._board = _Board(self.path.parent / "tensorboard", first_step)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Writes one row; `step` says where it stands.
@@ -138,25 +139,29 @@ class _Board:
   """
 
   def __init__(self, directory: pathlib.Path, first_step: int):
-    self._directory = directory
-    with writing(directory):
+    now = time.time()
+    name = f"events.out.tfevents.{now:.3f}.{socket.gethostname()}"
+    self._path = directory / name
+    with writing(self._path):
       directory.mkdir(exist_ok=True)
-      self._events = EventsWriter(str(directory / "events"))
+      self._records = RecordWriter(str(self._path))
       # What an earlier process wrote of these steps and later is not shown.
       start = SessionLog(status=SessionLog.START)
-      self._events.write_event(Event(step=first_step, session_log=start))
-      self._events.flush()
+      self._add(Event(file_version="brain.Event:2", wall_time=now))
+      self._add(Event(step=first_step, session_log=start, wall_time=now))
 
   def write(self, numbers: Mapping[str, float], step: int) -> None:
-    with writing(self._directory):
+    now = time.time()
+    with writing(self._path):
       for name, value in numbers.items():
-        event = Event(step=step, summary=scalar(name, value))
-        event.wall_time = time.time()
-        self._events.write_event(event)
-      self._events.flush()
+        self._add(Event(step=step, summary=scalar(name, value), wall_time=now))
+      self._records.flush()
+
+  def _add(self, event: Event) -> None:
+    self._records.write(event.SerializeToString())
 
   def close(self) -> None:
-    self._events.close()
+    self._records.close()
 
 
 def _wandb_run(project: str | None, directory: str | pathlib.Path):

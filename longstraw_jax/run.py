@@ -47,6 +47,13 @@ TOLD = (
 )
 
 
+def _at_least_one(config: Any, *names: str) -> None:
+  for name in names:
+    value = getattr(config, name)
+    if value < 1:
+      raise ValueError(f"{name} is {value}: give at least 1")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
   """Supervised steps on the task's answers before GRPO.
@@ -66,6 +73,14 @@ class WarmStartConfig:
   prompts_per_step: int = 64
   eval_every: int = 5
   optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-3)
+
+  def __post_init__(self):
+    """Refuses intervals and numbers below 1.
+
+    Raises:
+      ValueError: naming the field and the value.
+    """
+    _at_least_one(self, "prompt_tokens", "prompts_per_step", "eval_every")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,10 +111,13 @@ class RunConfig:
   warm_start: WarmStartConfig = WarmStartConfig()
 
   def __post_init__(self):
-    if self.max_bad_steps < 1:
-      raise ValueError(
-        f"max_bad_steps is {self.max_bad_steps}: give at least 1"
-      )
+    """Refuses intervals and numbers below 1.
+
+    Raises:
+      ValueError: naming the field and the value.
+    """
+    names = "eval_every eval_prompts eval_at_once checkpoint_every"
+    _at_least_one(self, *names.split(), "keep_checkpoints", "max_bad_steps")
 
 
 @struct.dataclass

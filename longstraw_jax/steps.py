@@ -151,11 +151,11 @@ def score_reference(
   With `prefix_frozen` a reference's adapters, where it has any, are off at
   prompt positions like the policy's.
   """
-  off = engine.grad_scope == "prefix_frozen" and has_lora(params)
-  scope = "prefix_frozen" if off else "response_only"
+  frozen = engine.without_gradient()
+  if not has_lora(params):
+    frozen = dataclasses.replace(frozen, grad_scope="response_only")
 
   def one(group, prompt):
-    frozen = dataclasses.replace(engine, grad_scope=scope, tail_chunks=None)
     state = _capture(model, frozen, params, prompt, group.prompt_id, 0)
     group = group.replace(choices=None)  # those were another policy's
     one_prompt = jax.tree.map(lambda x: x[None], (group, state))

@@ -65,6 +65,16 @@ class EngineConfig:
       "pages='host' takes one prompt at a time; use 1",
     )
 
+  def without_gradient(self) -> "EngineConfig":
+    """How the same policy is captured where nothing is differentiated.
+
+    Of all scopes `prefix_frozen` alone is another policy, not only another
+    gradient: its adapters are off at prompt positions.
+    """
+    frozen = self.grad_scope == "prefix_frozen"
+    scope = "prefix_frozen" if frozen else "response_only"
+    return dataclasses.replace(self, grad_scope=scope, tail_chunks=None)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -136,6 +146,13 @@ class TrainConfig:
       "advantages",
       self.advantages,
       f"use one of {ADVANTAGE_MODES}",
+    )
+    _require(
+      self.sampling.group_size >= 2,
+      "group_size",
+      self.sampling.group_size,
+      "an advantage compares the members of a group; of a single one it is "
+      "always 0: use at least 2",
     )
     if self.objective.normalization == "constant":
       _require(

@@ -31,7 +31,11 @@ from longstraw_jax.steps import (
 from longstraw_jax.stop_ids import StopId
 from longstraw_jax.tasks import Example, Task
 from longstraw_jax.tokenizer import Tokenizer
-from longstraw_jax.train_config import OptimizerConfig, TrainConfig
+from longstraw_jax.train_config import (
+  OptimizerConfig,
+  SamplingConfig,
+  TrainConfig,
+)
 from longstraw_jax.types import Group
 
 MOST_LISTED = 5  # prompts of one length in an error message
@@ -272,34 +276,59 @@ class Trainer:
     Prompts and randomness are the same at every call; pages in host memory are
     those of one prompt at a time.
     """
-    sampling = dataclasses.replace(self.config.sampling, group_size=1)
-    scope = self.config.engine.grad_scope
-    if self.config.engine.pages == "host":
-      at_once = 1
-    engine = dataclasses.replace(
-      self.config.engine,
-      # prefix_frozen is another policy, not only another gradient.
-      grad_scope=scope if scope == "prefix_frozen" else "response_only",
-      tail_chunks=None,
-      prompts_at_once=min(at_once, num_prompts),
-    )
     examples = [self.task.sample(i, "heldout") for i in range(num_prompts)]
     prompts, prompt_ids = self._prompts(examples)
     key = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
+    groups = self._sample(
+      learner,
+      prompts,
+      prompt_ids,
+      jax.random.split(key, num_prompts),
+      dataclasses.replace(self.config.sampling, group_size=1),
+      at_once,
+    )
+    jax.block_until_ready(groups)
+    check()
+    return self.rewards(examples, groups)[:, 0]
+
+  def sample(
+    self,
+    learner: Learner,
+    prompt: np.ndarray,
+    key: Array,
+    sampling: SamplingConfig,
+  ) -> Group:
+    """A group of responses to a prompt of any length, by the run's policy.
+
+    Args:
+      learner: the weights.
+      prompt: [P] ids.
+      key: of the randomness.
+      sampling: how; the run's own settings do not matter.
+    """
+    check_tokens("prompt", prompt, None, self.model.config.vocab_size)
+    one = (jnp.asarray(prompt)[None], jnp.zeros(1, jnp.int32), key[None])
+    groups = self._sample(learner, *one, sampling, 1)
+    return jax.tree.map(lambda x: x[0], groups)
+
+  def _sample(
+    self, learner, prompts, prompt_ids, keys, sampling, at_once
+  ) -> Group:
+    """Groups of the policy that training rolls out, without their states."""
+    engine = self.config.engine.without_gradient()
+    at_once = 1 if engine.pages == "host" else min(at_once, len(prompts))
     _, groups = rollout_groups(
       self.model,
-      engine,
+      dataclasses.replace(engine, prompts_at_once=at_once),
       sampling,
       self.stop_ids,
       False,
       learner,
       prompts,
       prompt_ids,
-      jax.random.split(key, num_prompts),
+      keys,
     )
-    jax.block_until_ready(groups)
-    check()
-    return self.rewards(examples, groups)[:, 0]
+    return groups
 
 
 def _check_lengths(examples: Sequence[Example]) -> None:

@@ -1,16 +1,27 @@
 """The measuring scripts run, write rows and refuse bad flags in one line."""
 
+import contextlib
+import dataclasses
+import io
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
-from absl.testing import parameterized
+from absl.testing import flagsaver, parameterized
+import jax
 import numpy as np
 import pytest
 
-from experiments import train_grpo, training
+from experiments import report, train_grpo, training
+from longstraw_jax import PRESETS, LayerSpec, Stage
+from longstraw_jax.checkpoint import CheckpointError
+from longstraw_jax.disk import DiskError
+from longstraw_jax.interrupts import Interrupted
+from longstraw_jax.tasks import corpus
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -41,15 +52,160 @@ def run_script(name: str, *flags: str) -> subprocess.CompletedProcess:
   )
 
 
+TINY_RUN = (
+  "--preset=tiny-hybrid --lora_rank=2 --prompt_tokens=64 --chunk_size=64"
+  " --prompts_per_step=1 --prompts_at_once=1 --group_size=2"
+  " --members_at_once=2 --steps=0 --eval_prompts=1 --warm_start_max_steps=0"
+).split()
+
+
+def tiny_values(out, *more: str) -> dict:
+  """Flag values of a run that takes no step."""
+  with flagsaver.flagsaver():  # takes the flags themselves away again
+    training.define_flags("")
+    training.parse_flags(["train_grpo", *TINY_RUN, f"--out={out}", *more])
+    return training.flag_values()
+
+
 class ValuesTest(parameterized.TestCase):
-  def test_a_run_of_many_devices_is_evaluated_on_one(self):
-    values = {"mesh_context": 4, "mesh_member": 2, "steps": 7}
-    with tempfile.TemporaryDirectory() as out:
-      training.save_values(values, pathlib.Path(out))
-      found = training.load_values(out)
-    self.assertEqual(
-      found, {"mesh_context": 1, "mesh_member": 1, "steps": 7, "out": out}
-    )
+  """What a script is told of an earlier run is what that run was."""
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    # Of 258 ids, for bytes; one layer.
+    tiny = PRESETS["tiny-hybrid"]
+    stage = Stage(pattern=(LayerSpec(mixer="attention"),), repeats=1)
+    tiny = dataclasses.replace(tiny, vocab_size=258, stages=(stage,))
+    patch = mock.patch.dict(PRESETS, {"tiny-hybrid": tiny})
+    patch.start()
+    cls.addClassCleanup(patch.stop)
+    cls.work = pathlib.Path(tempfile.mkdtemp())
+    cls.addClassCleanup(shutil.rmtree, cls.work)
+    cls.text = cls.work / "text"
+    cls.text.mkdir()
+    for i in range(8):
+      line = f"line {i} of some text\n"
+      (cls.text / f"{i}.txt").write_text(line * 40)
+    cls.values = tiny_values(cls.work / "run", f"--corpus={cls.text}")
+    training.build_run(cls.values).execute()
+
+  def setUp(self):
+    super().setUp()
+    self.out = self.work / self.id()
+    shutil.copytree(self.work / "run", self.out)
+
+  def edit_flags(self, **changes):
+    path = self.out / "flags.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+  def restore(self, **changes):
+    run = training.build_run(training.load_values(str(self.out)) | changes)
+    return training.restore_learner(run, changes)
+
+  def test_a_run_is_read_back_on_one_device(self):
+    self.edit_flags(mesh_context=4, mesh_member=2)
+    found = training.load_values(str(self.out))
+    self.assertEqual(found, self.values | {"out": str(self.out)})
+    learner, step = self.restore(temperature=0.5, prompt_tokens=50)
+    self.assertEqual(step, 0)
+    wanted = training.build_run(self.values).initial_params(0)
+    jax.tree.map(np.testing.assert_array_equal, learner.params, wanted)
+
+  @parameterized.parameters(
+    ({"task": "multi_key"}, "task is 'needle' there and 'multi_key' here"),
+    ({"value_alphabet": "ab"}, "value_alphabet is '12345678' there"),
+    ({"lora_rank": 4}, "lora_rank is 2 there and 4 here"),
+    ({"seed": 1}, "seed is 0 there and 1 here"),
+  )
+  def test_flags_that_are_not_the_checkpoints(self, changes, message):
+    self.edit_flags(**changes)
+    with self.assertRaisesRegex(ValueError, f"flags.json .*{message}"):
+      training.load_values(str(self.out))
+
+  @parameterized.parameters("damaged", "missing", "[1]", "{}")
+  def test_flags_that_are_none(self, text):
+    path = self.out / "flags.json"
+    path.unlink() if text == "missing" else path.write_text(text)
+    with self.assertRaisesRegex(ValueError, "flags.json"):
+      training.load_values(str(self.out))
+
+  def test_a_launch_of_other_flags_keeps_those_of_the_run(self):
+    before = (self.out / "flags.json").read_bytes()
+    other = self.values | {"out": str(self.out), "task": "multi_key"}
+    other["num_facts"] = 2
+    with self.assertRaisesRegex(CheckpointError, "'needle' there"):
+      training.build_run(other).execute()
+    self.assertEqual((self.out / "flags.json").read_bytes(), before)
+    self.restore()
+
+  @parameterized.parameters("changed", "added", "gone")
+  def test_other_text_is_another_run(self, kind):
+    path = self.text / "3.txt"
+    before = path.read_text()
+    if kind == "changed":
+      path.write_text(before.replace("some", "none", 1))
+    elif kind == "added":
+      path = self.text / "9.txt"
+      path.write_text("more")
+    else:
+      path.unlink()
+    with self.subTest("evaluated"):
+      with self.assertRaisesRegex(CheckpointError, "SHA-256 of the corpus is"):
+        self.restore()
+    with self.subTest("continued"):
+      run = training.build_run(self.values | {"out": str(self.out)})
+      with self.assertRaisesRegex(CheckpointError, "SHA-256 of the corpus is"):
+        run.execute()
+    path.unlink() if kind == "added" else path.write_text(before)
+    self.restore()
+
+  def test_another_standard_library_is_another_run(self):
+    values = tiny_values(self.out / "std")
+    with mock.patch.object(
+      corpus.sysconfig, "get_paths", return_value={"stdlib": str(self.code())}
+    ):
+      training.build_run(values).execute()
+    with self.assertRaisesRegex(CheckpointError, "SHA-256 of the corpus is"):
+      training.build_run(values).execute()
+
+  def code(self) -> pathlib.Path:
+    for i in range(8):
+      (self.out / f"{i}.py").write_text(f"x = {i}\n" * 40)
+    return self.out
+
+  def test_another_model_is_another_run(self):
+    other = dataclasses.replace(PRESETS["tiny-hybrid"], norm_eps=1e-3)
+    with mock.patch.dict(PRESETS, {"tiny-hybrid": other}):
+      with self.assertRaisesRegex(CheckpointError, "model.norm_eps is"):
+        self.restore()
+
+  def test_one_member_learns_nothing(self):
+    for mode in ("std", "none", "leave_one_out"):
+      with self.assertRaisesRegex(ValueError, "group_size is 1: .*at least 2"):
+        training.build_run(self.values | {"group_size": 1, "advantages": mode})
+
+
+class ExitCodeTest(parameterized.TestCase):
+  @parameterized.parameters(
+    (ValueError("bad\nvalue"), 2, "error: bad value"),
+    (FileNotFoundError(2, "No such file", "x"), 2, "No such file: 'x'"),
+    (OSError(28, "No space left on device"), 2, "No space left"),
+    (DiskError("rows.jsonl"), 2, "error: rows.jsonl"),
+    (Interrupted(15), 75, "stopped by SIGTERM: run again to continue"),
+    (KeyboardInterrupt(), 75, "stopped by SIGINT: run again to continue"),
+  )
+  def test_one_line_and_a_code(self, error, code, line):
+    def main(argv):
+      raise error
+
+    stderr = io.StringIO()
+    with self.assertRaises(SystemExit) as caught:
+      with contextlib.redirect_stderr(stderr):
+        report.exit_code(main)([])
+    self.assertEqual(caught.exception.code, code)
+    self.assertLen(stderr.getvalue().splitlines(), 1)
+    self.assertIn(line, stderr.getvalue())
 
 
 class ClaimTest(parameterized.TestCase):

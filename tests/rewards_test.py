@@ -3,6 +3,9 @@
 import fractions
 import functools
 import math
+import pathlib
+import sys
+import tempfile
 import types
 from unittest import mock
 
@@ -38,6 +41,15 @@ class LoadRewardTest(parameterized.TestCase):
     with self.assertRaisesRegex(rewards.RewardError, message) as caught:
       rewards.load_reward(spec)
     self.assertIn(repr(spec), str(caught.exception))
+
+  @parameterized.parameters("sys.exit(3)", "raise GeneratorExit", "1 / 0")
+  def test_a_module_that_ends_while_it_loads(self, line):
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder, "reward_that_ends.py")
+      path.write_text(f"import sys\n{line}\n")
+      with mock.patch.object(sys, "path", [folder, *sys.path]):
+        with self.assertRaisesRegex(rewards.RewardError, "importing .* failed"):
+          rewards.load_reward("reward_that_ends:f")
 
 
 class ScoreResponsesTest(parameterized.TestCase):

@@ -1,20 +1,34 @@
 """The life of a run: what ends it early, and what is left then."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import resource
 import shutil
 import signal
 import tempfile
+import threading
+import time
+from unittest import mock
 
 from absl.testing import parameterized
 import jax
 import numpy as np
 
-from longstraw_jax import PRESETS, Model
-from longstraw_jax.checkpoint import Checkpoints
+from longstraw_jax import (
+  PRESETS,
+  LayerSpec,
+  Model,
+  PolicyObjective,
+  Stage,
+  trainer,
+)
+from longstraw_jax.checkpoint import CheckpointError, Checkpoints
+from longstraw_jax.disk import DiskError, write_whole
 from longstraw_jax.interrupts import Interrupted
+from longstraw_jax.metrics import read_rows
 from longstraw_jax.rewards import RewardError
 from longstraw_jax.run import Run, RunConfig, WarmStartConfig
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
@@ -27,15 +41,14 @@ from longstraw_jax.train_config import (
 )
 from longstraw_jax.trainer import Trainer
 
-PRESET = PRESETS["tiny-hybrid"]
 MODEL = Model(
   dataclasses.replace(
-    PRESET,
+    PRESETS["tiny-hybrid"],
     vocab_size=258,
-    saved="everything",
-    stages=(dataclasses.replace(PRESET.stages[0], repeats=1),),
+    stages=(Stage(pattern=(LayerSpec(mixer="attention"),), repeats=1),),
   )
 )
+INIT = jax.jit(MODEL.init)
 TASK = make_task(
   TaskConfig(prompt_tokens=72, num_facts=1),
   Corpus.standard_library(),
@@ -46,6 +59,7 @@ TRAIN = TrainConfig(
   sampling=SamplingConfig(group_size=3, max_tokens=3),
   engine=EngineConfig(chunk_size=24, prompts_at_once=2, members_at_once=3),
   optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+  objective=PolicyObjective(kl_coef=0.1),
 )
 STEPS, WARM_STEPS, EVAL_PROMPTS = 8, 2, 2
 # What a clock, a rate or a restart changes.
@@ -62,7 +76,7 @@ def make_run(out, reward=length_reward, settings=None, **schedule) -> Run:
   """A run of a few steps; all runs of the same settings are the same one."""
   schedule = {"checkpoint_every": 100, "eval_every": 4} | schedule
   return Run(
-    initial_params=lambda seed: MODEL.init(jax.random.key(seed)),
+    initial_params=lambda seed: INIT(jax.random.key(seed)),
     trainer=Trainer(MODEL, TRAIN, TASK, ByteTokenizer(), reward),
     config=RunConfig(
       steps=STEPS,
@@ -97,11 +111,12 @@ def final_state(run: Run):
 
 
 class Accident:
-  """A reward function to which something happens at one of its calls."""
+  """A reward function to which something happens in one step of GRPO."""
 
   def __init__(self, step: int, act):
-    # Calls: EVAL_PROMPTS an evaluation, 6 a step of GRPO.
-    evaluations = 1 + 1 + (step > 0) * 0 + (step >= 4)
+    # EVAL_PROMPTS calls an evaluation, of which the warm start has two; six a
+    # step.
+    evaluations = 3 + (step >= 4)
     self.call = EVAL_PROMPTS * evaluations + 6 * step + 3
     self.act, self.calls = act, 0
 
@@ -110,6 +125,23 @@ class Accident:
     if self.calls == self.call:
       self.act()
     return length_reward(prompt_text, response_text, info)
+
+
+def snapshot(folder: pathlib.Path) -> dict:
+  """Every file's bytes and time of change."""
+  files = (path for path in folder.rglob("*") if path.is_file())
+  return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@contextlib.contextmanager
+def file_limit(size: int):
+  """No file of the process may grow beyond so many bytes."""
+  before = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class RunTest(parameterized.TestCase):
@@ -122,37 +154,170 @@ class RunTest(parameterized.TestCase):
     run.execute()
     cls.rows, cls.state = steady_rows(run.out), final_state(run)
 
-  def assert_the_same(self, run: Run):
-    """Every leaf of the final state and every row, to the bit."""
+  def setUp(self):
+    super().setUp()
+    self.out = self.work / self.id()
+    # Another step in each test, the same one in each session.
+    random = np.random.default_rng(sum(self.id().encode()))
+    self.step = int(random.integers(1, STEPS))
+
+  def assert_continues(self):
+    """The same command ends as the undisturbed run did, to the bit."""
+    run = make_run(self.out)
+    run.execute()
     jax.tree.map(np.testing.assert_array_equal, final_state(run), self.state)
     self.assertEqual(steady_rows(run.out), self.rows)
 
-  def step(self) -> int:
-    """A step of GRPO, another in each test and the same in each session."""
-    seed = sum(self.id().encode())
-    return int(np.random.default_rng(seed).integers(1, STEPS))
-
-  def hit(self, error, act, **schedule) -> Run:
-    """Runs into an accident; what was done before is saved."""
-    step = self.step()
-    run = make_run(self.work / self.id(), Accident(step, act), **schedule)
-    with self.assertRaises(error):
+  def hit(self, error, act, message="", **schedule):
+    """Runs into an accident; every step that was done before is saved."""
+    run = make_run(self.out, Accident(self.step, act), **schedule)
+    with self.assertRaisesRegex(error, message):
       run.execute()
     checkpoints = Checkpoints(run.out / "checkpoints")
-    self.assertEqual(checkpoints.latest(), WARM_STEPS + step)
-    self.assertLen(steady_rows(run.out), WARM_STEPS + step)
-    return run
+    self.assertEqual(checkpoints.latest(), WARM_STEPS + self.step)
+    self.assertLen(steady_rows(run.out), WARM_STEPS + self.step)
 
-  def kill(self, number):
-    return lambda: os.kill(os.getpid(), number)
+  @parameterized.parameters(ZeroDivisionError, SystemExit, GeneratorExit)
+  def test_a_reward_that_raises(self, kind):
+    def act():
+      raise kind
 
-  def test_a_reward_that_raises(self):
-    run = self.hit(RewardError, lambda: 1 / 0)
-    make_run(run.out).execute()
-    self.assert_the_same(run)
+    self.hit(RewardError, act, f"raised {kind.__name__} for member")
+    self.assert_continues()
 
-  @parameterized.parameters(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-  def test_a_signal(self, number):
-    run = self.hit(Interrupted, self.kill(number))
-    make_run(run.out).execute()
-    self.assert_the_same(run)
+  def test_a_reward_that_is_interrupted(self):
+    def act():
+      raise KeyboardInterrupt
+
+    self.hit(KeyboardInterrupt, act)
+    self.assert_continues()
+
+  @parameterized.parameters("SIGTERM", "SIGINT", "SIGHUP")
+  def test_a_signal(self, name):
+    number = signal.Signals[name]
+    self.hit(Interrupted, lambda: os.kill(os.getpid(), number), name)
+    self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
+    self.assert_continues()
+
+  def test_a_signal_ends_a_long_reward(self):
+    """Left where it is, also if the reward hides it."""
+
+    def act():
+      timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+      timer.start()
+      with contextlib.suppress(BaseException):
+        time.sleep(60)
+      timer.join()
+
+    begin = time.monotonic()
+    self.hit(Interrupted, act)
+    self.assertLess(time.monotonic() - begin, 50)
+
+  def test_a_signal_between_device_calls(self):
+    """What is not finished is not in the checkpoint, and is done again."""
+    run = make_run(self.out)
+    step, update = run.trainer.step, trainer.update
+
+    def signalled(*args):
+      os.kill(os.getpid(), signal.SIGTERM)
+      return update(*args)
+
+    def hit(self, learner, number, reference):
+      fake = signalled if number == STEPS // 2 else update
+      with mock.patch.object(trainer, "update", fake):
+        return step(learner, number, reference)
+
+    with mock.patch.object(Trainer, "step", hit):
+      with self.assertRaises(Interrupted):
+        run.execute()
+    latest = Checkpoints(run.out / "checkpoints").latest()
+    self.assertEqual(latest, WARM_STEPS + STEPS // 2)
+    self.assert_continues()
+
+  @parameterized.parameters("rows.jsonl", "tensorboard", "checkpoints")
+  def test_a_full_disk(self, name):
+    """One error that names what failed; nothing half-written is believed."""
+    limits = contextlib.ExitStack()
+    self.addCleanup(limits.close)
+
+    done = WARM_STEPS + self.step
+
+    def act():
+      size = 4096
+      if name == "checkpoints":
+        while not (self.out / name / str(done)).exists():
+          time.sleep(0.01)
+      if name == "rows.jsonl":
+        size = (self.out / name).stat().st_size + 100
+      if name == "tensorboard":
+        # Rows are shorter than what TensorBoard makes of them.
+        size = max(x.stat().st_size for x in (self.out / name).iterdir()) + 100
+      limits.enter_context(file_limit(size))
+
+    every = 1 if name == "checkpoints" else 100
+    run = make_run(self.out, Accident(self.step, act), checkpoint_every=every)
+    with self.assertRaisesRegex(
+      (DiskError, CheckpointError), f"{name}.*File too large.*Free space"
+    ):
+      run.execute()
+    self.assertBetween(len(read_rows(self.out / "rows.jsonl")), done, done + 1)
+    latest = Checkpoints(self.out / "checkpoints").latest()
+    self.assertEqual(latest, done if every == 1 else None)
+    limits.close()
+    self.assert_continues()
+
+  @parameterized.parameters("flags.json", "rows.jsonl", "curve.png")
+  def test_a_full_disk_at_the_ends(self, name):
+    full, replace = OSError(28, "No space left on device"), pathlib.Path.replace
+
+    def fail(path, target):
+      if target.name == name:
+        raise full
+      return replace(path, target)
+
+    accepted = lambda: write_whole(self.out / "flags.json", b"{}")
+    run = dataclasses.replace(make_run(self.out), accepted=accepted)
+    with mock.patch.object(pathlib.Path, "replace", fail):
+      with self.assertRaisesRegex(DiskError, f"{name}.*No space left"):
+        run.execute()
+    self.assertEmpty(list(self.out.glob("*.tmp")))
+    self.assertFalse((self.out / name).exists())
+    self.assert_continues()
+
+  def test_a_second_launch_is_refused(self):
+    """Before it changes anything; the first one goes on as if alone."""
+    seen = []
+
+    def act():
+      before = snapshot(self.out)
+      with self.assertRaisesRegex(ValueError, "another run, process [0-9]+"):
+        make_run(self.out).execute()
+      seen.append(before == snapshot(self.out))
+
+    make_run(self.out, Accident(self.step, act)).execute()
+    self.assertEqual(seen, [True])
+    self.assert_continues()
+
+  def test_a_refused_launch_changes_nothing(self):
+    make_run(self.out).execute()
+    before = snapshot(self.out)
+    accepted = mock.Mock()
+    run = make_run(self.out, settings={"lr": 0.5})
+    run = dataclasses.replace(run, accepted=accepted)
+    with self.assertRaisesRegex(CheckpointError, "lr is 0.01 there and 0.5"):
+      run.execute()
+    accepted.assert_not_called()
+    self.assertEqual(snapshot(self.out), before)
+
+  def test_a_file_in_place_of_the_directory(self):
+    self.out.write_text("a file")
+    with self.assertRaisesRegex(ValueError, "out='.*cannot be written to"):
+      make_run(self.out).execute()
+    self.assertEqual(self.out.read_text(), "a file")
+
+  @parameterized.parameters(
+    "eval_every", "eval_prompts", "checkpoint_every", "keep_checkpoints"
+  )
+  def test_intervals_below_one(self, name):
+    with self.assertRaisesRegex(ValueError, f"{name} is 0"):
+      RunConfig(steps=1, **{name: 0})

@@ -147,6 +147,32 @@ class CorpusTest(parameterized.TestCase):
     self.assertTrue(corpus.train.endswith("\n"))
     self.assertBetween(corpus.heldout.count("\n"), 23, 25)
 
+  @parameterized.parameters(
+    ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n'),
+    ("a.ndjson", "anything\n"),
+    ("a.txt", '\ufeff{"prompt": "one"}\r\n{"prompt": "two"}\r\n'),
+    ("a.json", '[\n  {"text": "one"},\n  {"text": "two"}\n]\n'),
+    ("a.json", '{\n  "text": ["one"]\n}\n'),
+  )
+  def test_records_are_no_text(self, name, text):
+    file = make_folder(self) / name
+    file.write_text(text)
+    with self.assertRaisesRegex(ValueError, f"corpus: .*{name}.* not text"):
+      tasks.Corpus.from_path(file)
+    if file.suffix in (".jsonl", ".ndjson"):
+      (file.parent / "fine.txt").write_text("fine\n")
+      with self.assertRaisesRegex(ValueError, f"corpus: .*{name}.* not text"):
+        tasks.Corpus.from_path(file.parent)
+
+  @parameterized.parameters(
+    "[section]\nkey = {1}\n", "{braces} in prose\n", "[1] a footnote\n"
+  )
+  def test_brackets_are_text(self, text):
+    file = make_folder(self) / "a.txt"
+    file.write_text(text * 20)
+    corpus = tasks.Corpus.from_path(file)
+    self.assertEqual(corpus.train + corpus.heldout, text * 20)
+
   def test_standard_library(self):
     corpus = tasks.Corpus.standard_library()
     self.assertGreater(len(corpus.train), 3_000_000)

@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from longstraw_jax import PRESETS, Group, Model, PolicyObjective
+from longstraw_jax import (
+  PRESETS,
+  Group,
+  LayerSpec,
+  LoraConfig,
+  Model,
+  PolicyObjective,
+  Stage,
+  add_lora,
+  capture,
+)
+from longstraw_jax.replay import replay_scores
 from longstraw_jax.rewards import RewardError
 from longstraw_jax.steps import make_learner, rollout_groups, score_reference
 from longstraw_jax.stop_ids import StopId
@@ -265,6 +276,59 @@ class JudgedTextTest(parameterized.TestCase):
       [(text, cut) for text, _, cut in seen],
       [("4\ufffd2", False), ("42", False), ("42\n\n", True)],
     )
+
+
+class PolicyTest(parameterized.TestCase):
+  """Every place that samples a run's policy samples the one that learns."""
+
+  @parameterized.parameters("prefix_frozen", "full")
+  def test_a_sample_is_of_the_policy_that_learns(self, scope):
+    stage = Stage(pattern=(LayerSpec(mixer="attention"),), repeats=1)
+    model = Model(dataclasses.replace(CONFIG, stages=(stage,)))
+    plain = model.init(jax.random.key(0))
+    lora = LoraConfig(rank=2, alpha=64.0)
+    params = add_lora(model, plain, jax.random.key(1), lora)
+    trained = lambda path, x: x + 0.3 * ("lora_b" in jax.tree_util.keystr(path))
+    params = jax.tree_util.tree_map_with_path(trained, params)
+    learner = make_learner(params, BASE.optimizer)
+    heard = []
+
+    def reward(prompt_text, response_text, info):
+      heard.append(response_text)
+      return 0.0
+
+    engine = dataclasses.replace(BASE.engine, grad_scope=scope)
+    config = dataclasses.replace(BASE, engine=engine)
+    trainer = Trainer(model, config, TASK, ByteTokenizer(), reward)
+    trainer.evaluate(learner, 2)
+    keys = jax.random.split(
+      jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1), 2
+    )
+    one = dataclasses.replace(config.sampling, group_size=1)
+    for i, key in enumerate(keys):
+      prompt = TASK.sample(i, "heldout").prompt_ids
+      group = trainer.sample(learner, prompt, key, one)
+      with self.subTest("as training scores it"):
+        state = capture(
+          model,
+          params,
+          jnp.asarray(prompt),
+          chunk_size=engine.chunk_size,
+          grad_scope=scope,
+        )
+        scored = functools.partial(replay_scores, model, params)
+        ids = (group.responses, group.lengths)
+        wanted = scored(state, *ids)[0]
+        np.testing.assert_allclose(group.old_logprobs, wanted, atol=1e-5)
+      with self.subTest("which is another policy in the one scope alone"):
+        other = capture(model, params, jnp.asarray(prompt), chunk_size=24)
+        distance = jnp.abs(scored(other, *ids)[0] - wanted).max()
+        self.assertEqual(float(distance) > 0.01, scope == "prefix_frozen")
+      with self.subTest("as the evaluation samples it"):
+        ids = group.responses[0, : int(group.lengths[0])]
+        ended = int(ids[-1]) == ByteTokenizer.eos_id
+        text = ByteTokenizer().decode(ids[: len(ids) - ended])
+        self.assertEqual(heard[i], text)
 
 
 class CombineMetricsTest(parameterized.TestCase):

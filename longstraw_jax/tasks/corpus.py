@@ -1,8 +1,10 @@
 """Real text to hide facts in, split into what is trained on and what is not."""
 
 from collections.abc import Iterable, Sequence
+import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import pathlib
 import sysconfig
@@ -11,6 +13,7 @@ import numpy as np
 
 SPLITS = ("train", "heldout")
 DEFAULT_HELDOUT_FRACTION = 0.2
+RECORD_SUFFIXES = (".jsonl", ".ndjson")
 STDLIB_EXCLUDED = frozenset(
   ("site-packages", "dist-packages", "__pycache__", "test", "tests")
   + ("idle_test",)
@@ -70,6 +73,7 @@ class Corpus:
     other files coming or going never moves it. Of a single file, the last lines
     are held out, starting at the first line border past 1 - `heldout_fraction`
     of its characters. Files that are not UTF-8, or hold a NUL, are skipped.
+    Records of JSON are no text: their quotes and escapes would be trained on.
 
     Args:
       path: a directory, searched to the bottom, or a file.
@@ -82,7 +86,8 @@ class Corpus:
 
     Raises:
       FileNotFoundError: if there is nothing at the path.
-      ValueError: for a fraction out of range, and if no text was found.
+      ValueError: for a fraction out of range, if no text was found, and for
+        files of JSON records.
     """
     if not 0 < heldout_fraction < 1:
       raise ValueError(
@@ -91,12 +96,20 @@ class Corpus:
       )
     root = pathlib.Path(path)
     if root.is_file():
-      train, heldout = _split_lines(_read(root) or "", heldout_fraction)
+      text = _read(root) or ""
+      if root.suffix in RECORD_SUFFIXES or _is_record(text):
+        raise _records(root)
+      train, heldout = _split_lines(text, heldout_fraction)
     elif root.is_dir():
       files = _text_files(root, tuple(suffixes), frozenset(excluded))
+      for file in files:
+        if file.suffix in RECORD_SUFFIXES:
+          raise _records(file)
       train, heldout = _split_files(root, files, heldout_fraction)
     else:
-      raise FileNotFoundError(f"no file or directory at {str(root)!r}")
+      raise FileNotFoundError(
+        f"corpus: there is no file or directory at {str(root)!r}"
+      )
     if not train and not heldout:
       raise ValueError(
         f"no UTF-8 text at {str(root)!r}"
@@ -175,6 +188,23 @@ def _read(file: pathlib.Path) -> str | None:
   except (UnicodeDecodeError, OSError):
     return None
   return None if "\0" in text else text.replace("\r\n", "\n")
+
+
+def _is_record(text: str) -> bool:
+  """Whether a text is one JSON value, or its first line an object of JSON."""
+  text = text.strip("\ufeff \t\r\n")
+  for part, kinds in ((text.partition("\n")[0], dict), (text, dict | list)):
+    if part[:1] in ("{", "["):
+      with contextlib.suppress(ValueError):
+        return isinstance(json.loads(part), kinds)
+  return False
+
+
+def _records(file: pathlib.Path) -> ValueError:
+  return ValueError(
+    f"corpus: {str(file)!r} holds records of JSON, not text: write the text of "
+    "its records into files, and give their directory or one of them"
+  )
 
 
 def _split_files(
