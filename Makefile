@@ -8,7 +8,7 @@ TEST_JOBS ?= 2
 EXTRAS ?= dev
 
 .PHONY: train train-2proc test test-all test-parity parity smollm2
-.PHONY: test-plan plans lint clean
+.PHONY: test-plan plans mutants lint clean
 
 $(STAMP): setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -49,6 +49,10 @@ test-plan:
 
 plans: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m plan
+
+# Known mistakes, one at a time: the tests must see each (half an hour).
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --jobs=$(TEST_JOBS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -62,6 +62,12 @@ def define_flags() -> None:
     "Ids that end a response, besides all that the tokenizer and the "
     "checkpoint name.",
   )
+  flags.DEFINE_list(
+    "ignore_keys",
+    [],
+    "Unknown keys of a checkpoint's configuration to pass over; they are "
+    "refused otherwise.",
+  )
   flags.DEFINE_boolean(
     "begin_token",
     True,
@@ -82,7 +88,7 @@ def define_flags() -> None:
 
 
 FLAG_NAMES = (
-  "preset tokenizer stop_token_ids begin_token"
+  "preset tokenizer stop_token_ids begin_token ignore_keys"
   " lora_rank lora_alpha lora_targets base"
 ).split()
 
@@ -112,7 +118,7 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
     FileNotFoundError: there is no such checkpoint.
   """
   name, tokenizer = values["preset"], values["tokenizer"]
-  path = None
+  path, ignore_keys = None, values.get("ignore_keys", ())
   if name in PRESETS:
     model = Model(PRESETS[name])
     start = lambda seed: jax.jit(model.init)(jax.random.key(seed))
@@ -124,7 +130,7 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
         f"preset={name!r} is neither one of {sorted([*PRESETS, SMOLLM2])} nor "
         "the path of a checkpoint"
       )
-    model, loaded = Model.from_pretrained(path)
+    model, loaded = Model.from_pretrained(path, ignore_keys=ignore_keys)
     start = lambda seed: loaded
     tokenizer = tokenizer or str(path)
   rank = values["lora_rank"]

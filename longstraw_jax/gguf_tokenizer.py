@@ -7,12 +7,13 @@ normalized first: for Qwen, text that is not in Unicode's form C may get other
 ids here.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from longstraw_jax.weights.gguf_files import GgufSource
+from longstraw_jax.weights.unknown_keys import check_ignored, refuse_unknown
 
 # Token types of the format; the rest (normal, unused, byte) are plain entries.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
@@ -63,8 +64,30 @@ _FAMILIES = (
 PATTERNS = {name: split for names, split in _FAMILIES for name in names}
 
 
+# Read here or by others, or of no effect on byte-level BPE in llama.cpp.
+_KNOWN = frozenset(
+  [
+    f"tokenizer.ggml.{key}"
+    for key in (
+      "model pre tokens token_type merges scores token_type_count"
+      " add_bos_token add_eos_token add_sep_token add_space_prefix"
+      " remove_extra_whitespaces precompiled_charsmap"
+    ).split()
+  ]
+  + [
+    f"tokenizer.ggml.{key}_token_id"
+    for key in (
+      "bos eos eot eom unknown seperator separator padding mask cls prefix"
+      " suffix middle fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep"
+    ).split()
+  ]
+)
+
+
 def build_tokenizer(
-  source: GgufSource, control: Collection[str] = ()
+  source: GgufSource,
+  control: Collection[str] = (),
+  ignore_keys: Iterable[str] = (),
 ) -> tokenizers.Tokenizer:
   """Builds the tokenizer of a GGUF file.
 
@@ -72,6 +95,7 @@ def build_tokenizer(
     source: a file whose `tokenizer.ggml.model` is "gpt2".
     control: names that are special tokens whatever type the file gives them,
       as are the ones it ends or begins texts with.
+    ignore_keys: names of unknown tokenizer.ggml keys to pass over.
 
   Returns:
     The tokenizer, ids as in the file. Control and unknown tokens are special
@@ -79,9 +103,15 @@ def build_tokenizer(
 
   Raises:
     ValueError: if the file has no tokenizer, one of another kind or
-      pre-tokenizer, or a malformed one.
+      pre-tokenizer, a malformed one, or one with an unknown key.
   """
   data = source.metadata
+  refuse_unknown(
+    f"{str(source.path)!r}",
+    {k: v for k, v in data.items() if k.startswith("tokenizer.ggml.")},
+    _KNOWN,
+    check_ignored(ignore_keys),
+  )
   model = data.get("tokenizer.ggml.model")
   if model != "gpt2":
     raise _refuse(

@@ -301,6 +301,7 @@ class GgufTokenizer(LibraryTokenizer):
     eos_token: str | None = None,
     *,
     begin: bool = True,
+    ignore_keys: Iterable[str] = (),
   ):
     """Reads the file's header.
 
@@ -310,6 +311,7 @@ class GgufTokenizer(LibraryTokenizer):
         turn, or else its end of sequence, or else the first of `EOS_CANDIDATES`
         that the vocabulary has.
       begin: False leaves off what texts begin with.
+      ignore_keys: names of unknown tokenizer.ggml keys to pass over.
 
     Raises:
       ImportError: if the `tokenizers` library is not installed.
@@ -323,7 +325,9 @@ class GgufTokenizer(LibraryTokenizer):
     from longstraw_jax.weights.gguf_files import GgufSource
 
     source = GgufSource(path)
-    tokenizer = gguf_tokenizer.build_tokenizer(source, EOS_CANDIDATES)
+    tokenizer = gguf_tokenizer.build_tokenizer(
+      source, EOS_CANDIDATES, ignore_keys
+    )
     eos_id = None
     if eos_token is None:
       eos_id = gguf_tokenizer.special_id(source, "eot")
@@ -340,7 +344,11 @@ class GgufTokenizer(LibraryTokenizer):
 
 
 def load_tokenizer(
-  spec: str, eos_token: str | None = None, *, begin: bool = True
+  spec: str,
+  eos_token: str | None = None,
+  *,
+  begin: bool = True,
+  ignore_keys: Iterable[str] = (),
 ) -> Tokenizer:
   """Makes a tokenizer from what a flag says.
 
@@ -349,6 +357,7 @@ def load_tokenizer(
       or of a .gguf file.
     eos_token: passed on to `JsonTokenizer` or `GgufTokenizer`.
     begin: likewise.
+    ignore_keys: passed on to `GgufTokenizer`.
 
   Returns:
     The tokenizer.
@@ -372,7 +381,7 @@ def load_tokenizer(
       "of a folder with one or of a .gguf file"
     )
   if path.suffix == ".gguf":
-    return GgufTokenizer(path, eos_token, begin=begin)
+    return GgufTokenizer(path, eos_token, begin=begin, ignore_keys=ignore_keys)
   return JsonTokenizer(path, eos_token, begin=begin)
 
 

@@ -39,6 +39,7 @@ def write_tokenizer(
   names=None,
   types=None,
   add_bos=None,
+  more=(),
   **ids,
 ):
   """A GGUF with a tokenizer; `ids` are such as eos=2."""
@@ -54,6 +55,7 @@ def write_tokenizer(
     pairs.append(("add_tokenizer_pre", pre))
   if add_bos is not None:
     pairs.append(("add_add_bos_token", add_bos))
+  pairs += more
   for kind, value in ids.items():
     if value is not None:
       key = f"tokenizer.ggml.{kind}_token_id"

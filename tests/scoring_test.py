@@ -24,7 +24,7 @@ from tests.trainer_test import BASE, MODEL, PARAMS, TASK, ByteTokenizer
 CHUNK = BASE.engine.chunk_size
 
 
-def run_step(reward, reference=None, rollout_groups=None, **changes):
+def run_step(reward, reference=None, rollout_groups=None, step=0, **changes):
   """A step's row, and what its updates were given."""
   config = dataclasses.replace(BASE, **changes)
   loop = trainer.Trainer(MODEL, config, TASK, ByteTokenizer(), reward)
@@ -40,7 +40,7 @@ def run_step(reward, reference=None, rollout_groups=None, **changes):
     mock.patch.object(trainer, "update", update),
     mock.patch.object(trainer, "rollout_groups", sampler),
   ):
-    _, row = loop.step(learner, 0, reference)
+    _, row = loop.step(learner, step, reference)
   return row, seen
 
 
@@ -97,6 +97,39 @@ class ScoringTest(parameterized.TestCase):
     np.testing.assert_array_equal(
       groups.loss_denominator, [float(groups.loss_mask.sum())] * 2
     )
+
+  def test_every_step_has_randomness_of_its_own(self):
+    """And the same one when it is run again."""
+    used = []
+
+    def sampler(*args):
+      used.append(jax.random.key_data(args[-1]).tolist())
+      return steps.rollout_groups(*args)
+
+    for step in (0, 1, 0):
+      run_step(Rewards(), rollout_groups=sampler, step=step)
+    self.assertEqual(used[0], used[2])
+    several = [tuple(key) for keys in used[:2] for key in keys]
+    self.assertLen(set(several), 4)
+
+  def test_held_out_prompts_are_those_of_the_task(self):
+    """None of them is ever trained on."""
+    loop = trainer.Trainer(
+      MODEL, BASE, TASK, ByteTokenizer(), lambda *unused: 0.0
+    )
+    seen = []
+
+    def sampler(*args):
+      seen.extend(np.asarray(args[-2]).tolist())
+      return steps.rollout_groups(*args)
+
+    with mock.patch.object(trainer, "rollout_groups", sampler):
+      loop.evaluate(make_learner(PARAMS, BASE.optimizer), 4, 4)
+    self.assertEqual(
+      seen, [TASK.sample(i, "heldout").prompt_id for i in range(4)]
+    )
+    trained = {e.prompt_id for step in range(50) for e in loop.examples(step)}
+    self.assertFalse(trained & set(seen))
 
 
 class ReferenceTest(parameterized.TestCase):

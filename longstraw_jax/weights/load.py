@@ -1,6 +1,6 @@
 """Loads a checkpoint: a folder of the transformers library, or a GGUF file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import math
@@ -40,6 +40,7 @@ from longstraw_jax.weights.slots import (
   tensor_slots,
 )
 from longstraw_jax.weights.source import TensorSource
+from longstraw_jax.weights.unknown_keys import check_ignored
 
 CONFIG_NAME = "config.json"
 MOST_LISTED = 50  # tensors of one kind of trouble in an error message
@@ -88,11 +89,14 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
   return read_object(file)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(
+  path: str | os.PathLike[str], ignore_keys: Iterable[str] = ()
+) -> Checkpoint:
   """Opens a checkpoint without reading a weight.
 
   Args:
     path: a folder with config.json and safetensors, or a .gguf file.
+    ignore_keys: unknown keys of a .gguf file's metadata to pass over.
 
   Raises:
     FileNotFoundError: if there is no such checkpoint, or a part is missing.
@@ -103,7 +107,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     source = GgufSource(path)
     return Checkpoint(
       source=source,
-      settings=gguf_config(source),
+      settings=gguf_config(source, ignore_keys),
       dtype=None,
       ignored=(re.escape(ROPE_FACTORS),),
       make_naming=functools.partial(
@@ -136,6 +140,7 @@ def load_pretrained(
   param_dtype: Any = None,
   trainable: Callable[[str], bool] = lambda path: True,
   sharding: Placement | None = None,
+  ignore_keys: Iterable[str] = (),
   **config_overrides: Any,
 ) -> tuple[Model, Params]:
   """Loads a checkpoint's weights into the model that it describes.
@@ -153,6 +158,9 @@ def load_pretrained(
     trainable: which parameters learn, as in `Model.split`.
     sharding: where a parameter of a path a/b/c and shape is put; None leaves
       it to JAX.
+    ignore_keys: names of unknown keys in config.json, or in the metadata of a
+      .gguf file, to pass over; a key that is set and unknown is refused
+      otherwise, as it may change what the model computes.
     **config_overrides: fields of ModelConfig, such as saved="inputs".
 
   Returns:
@@ -165,11 +173,14 @@ def load_pretrained(
       or of another shape, all of them in one message.
     TypeError: if an override is no field of ModelConfig.
   """
-  checkpoint = open_checkpoint(path)
+  ignore_keys = check_ignored(ignore_keys)
+  checkpoint = open_checkpoint(path, ignore_keys)
   source = checkpoint.source
   name = pathlib.Path(path).resolve().name.removesuffix(".gguf")
   config = config_from_hf(
-    checkpoint.settings, **{"name": name} | config_overrides
+    checkpoint.settings,
+    ignore_keys=ignore_keys,
+    **{"name": name} | config_overrides,
   )
   # In bfloat16 whatever is wider must be; see _leaf_dtypes.
   config = dataclasses.replace(config, param_dtype="bfloat16")

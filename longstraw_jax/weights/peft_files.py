@@ -9,11 +9,11 @@ What stands between base_model.model and lora_A is the name of the map in the
 transformers library (names.py). Layout and keys as of PEFT 0.21.
 """
 
+from collections.abc import Iterable
 import json
 import os
 import pathlib
 import tempfile
-from typing import Any
 
 from flax import traverse_util
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from longstraw_jax.lora import LEAVES, linear_paths, place_adapters
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.weights.names import TRUNKS, hf_naming
+from longstraw_jax.weights.peft_config import read_adapter_config
 from longstraw_jax.weights.safetensors_files import (
   SafetensorsSource,
   write_safetensors,
@@ -34,8 +35,6 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 
 _PREFIX = "base_model.model."
-# What else PEFT can start from is subtracted from the base, which differs then.
-_HARMLESS_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def map_modules(model: Model, trunk: str = TRUNKS[0]) -> dict[str, list[str]]:
@@ -157,6 +156,7 @@ def load_adapter(
   model: Model,
   params: Params,
   dtype: str | None = None,
+  ignore_keys: Iterable[str] = (),
 ) -> Params:
   """A base with the adapters of a folder, ready to train further.
 
@@ -165,6 +165,7 @@ def load_adapter(
     model: the model.
     params: the base, without adapters; quantized or not.
     dtype: of the adapters; by default as they are stored.
+    ignore_keys: names of unknown keys in adapter_config.json to pass over.
 
   Returns:
     Adapters as the only trainable leaves; the whole base is frozen.
@@ -174,7 +175,7 @@ def load_adapter(
     ValueError: the adapter is of another kind or another model.
   """
   folder = pathlib.Path(folder)
-  config = _read_config(folder / CONFIG_NAME)
+  config = read_adapter_config(folder / CONFIG_NAME, ignore_keys)
   source = SafetensorsSource(folder / WEIGHTS_NAME)
   places = {
     f"{_PREFIX}{name}.lora_{letter}.weight": (path, letter, repeat)
@@ -197,6 +198,11 @@ def load_adapter(
   for path, tensors in found.items():
     a, b = _stacked(path, tensors, flat[f"{path}/kernel"].shape)
     rank = a.shape[-1]
+    if config.get("r", rank) != rank:
+      raise ValueError(
+        f"r is {config['r']!r} in {CONFIG_NAME} of {str(folder)!r}, the "
+        f"adapter of {path} has rank {rank}: fetch both files again"
+      )
     root = rank**0.5 if config.get("use_rslora") else rank
     made = jnp.dtype(a.dtype if dtype is None else dtype)
     scale = np.full(len(a), config["lora_alpha"] / root, wide_dtype(made))
@@ -230,32 +236,3 @@ def _stacked(path: str, tensors: dict, shape: tuple[int, ...]):
     [tensors[letter, n].T for n in range(repeats)]
   )
   return stack("A"), stack("B")
-
-
-def _read_config(file: pathlib.Path) -> dict[str, Any]:
-  """The settings, of a kind that three leaves can stand for."""
-  if not file.is_file():
-    raise FileNotFoundError(f"{str(file)!r} is missing: it holds lora_alpha")
-  config = json.loads(file.read_text())
-  wanted = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None, []),
-    "init_lora_weights": _HARMLESS_STARTS,
-  }
-  for name, allowed in wanted.items():
-    if config.get(name) not in allowed:
-      raise ValueError(
-        f"{name} is {config.get(name)!r} in {str(file)!r}: only plain LoRA of "
-        f"one rank is supported, where it is {allowed[0]!r}"
-      )
-  if not isinstance(config.get("lora_alpha"), (int, float)):
-    raise ValueError(
-      f"lora_alpha is {config.get('lora_alpha')!r} in {str(file)!r}: it must "
-      "be a number"
-    )
-  return config

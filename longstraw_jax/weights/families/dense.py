@@ -15,21 +15,14 @@ from longstraw_jax.weights.families.stages import group_layers
 THETA = 1e4  # the library's, where a file has none
 NORM_EPS = 1e-6
 QWEN3_HEAD_DIM = 128
+WINDOW_KEYS = frozenset(("use_sliding_window", "max_window_layers"))
 
 
 def _refuse_windows(settings: Settings, num_layers: int) -> None:
   kinds = settings.names("layer_types", num_layers)
   if kinds is not None and set(kinds) != {"full_attention"}:
     raise settings.refuse("layer_types", "only full_attention is implemented")
-  used = settings.get("sliding_window") is not None and settings.flag(
-    "use_sliding_window", settings.get("model_type") == "llama"
-  )
-  if used and settings.get("max_window_layers", 0) < num_layers:
-    raise settings.refuse(
-      "sliding_window",
-      "it is not implemented; where full attention is meant, set "
-      "use_sliding_window to false",
-    )
+  settings.refuse_windows(settings.get("model_type") == "llama", num_layers)
 
 
 def _translate(
@@ -125,6 +118,7 @@ LLAMA = Family(
   ),
   describe=_describe,
   fits=_is_llama,
+  harmless=WINDOW_KEYS,
   # Buffers that early versions of the library stored.
   ignored=lambda settings: (r"model\.layers\.\d+\.self_attn\.rotary_emb\..*",),
 )
@@ -137,6 +131,7 @@ QWEN2 = Family(
   ),
   describe=_describe,
   fits=_is_qwen2,
+  harmless=WINDOW_KEYS,
 )
 
 QWEN3 = Family(
@@ -147,4 +142,5 @@ QWEN3 = Family(
   ),
   describe=_describe,
   fits=_is_qwen3,
+  harmless=WINDOW_KEYS,
 )

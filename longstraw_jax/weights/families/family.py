@@ -25,6 +25,8 @@ class Family:
     fits: whether a ModelConfig is of this family.
     ignored: from a config.json to regular expressions of tensors that belong
       to parts this package does not run.
+    harmless: keys of a config.json that `translate` need not read, besides
+      those of every family: others overrule them, or they are of such parts.
   """
 
   model_type: str
@@ -35,6 +37,7 @@ class Family:
   describe: Callable[[ModelConfig], Fields]
   fits: Callable[[ModelConfig], bool]
   ignored: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
+  harmless: frozenset[str] = frozenset()
 
 
 def translate_trunk(settings: Settings, norm_eps: Any = REQUIRED) -> Fields:

@@ -4,6 +4,7 @@ Architectures llama, qwen2 and qwen3. Keys of the format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,11 @@ import numpy as np
 from longstraw_jax.config import RopeConfig
 from longstraw_jax.ops.rotary import rotary_frequencies
 from longstraw_jax.weights.gguf_files import GgufSource
+from longstraw_jax.weights.unknown_keys import (
+  check_ignored,
+  is_set,
+  refuse_unknown,
+)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -36,23 +42,52 @@ _OTHER_KEYS = (
   "rope.scaling.factor",
   "rope.scaling.original_context_length",
   "rope.scaling.finetuned",
+  "tensor_data_layout",
 )
+# Known, and not implemented: what switches them off.
+_OFF: dict[str, tuple] = {
+  "attention.causal": (True,),
+  "attention.clamp_kqv": (0,),
+  "attention.max_alibi_bias": (0,),
+  "attention.output_scale": (0, 1),
+  "attention.scale": (0,),
+  "attention.sliding_window": (0,),
+  "attn_logit_softcapping": (0,),
+  "embedding_scale": (0, 1),
+  "expert_count": (0,),
+  "expert_used_count": (0,),
+  "final_logit_softcapping": (0,),
+  "logit_scale": (0, 1),
+  "pooling_type": (0,),
+  "residual_scale": (0, 1),
+  "rope.scaling.attn_factor": (1,),
+  "use_parallel_residual": (False,),
+}
 
 
 def _refuse(source: GgufSource, what: str, remedy: str) -> ValueError:
   return ValueError(f"{str(source.path)!r} cannot be loaded: {what}; {remedy}")
 
 
-def gguf_config(source: GgufSource) -> dict[str, Any]:
+def gguf_config(
+  source: GgufSource, ignore_keys: Iterable[str] = ()
+) -> dict[str, Any]:
   """The config.json that says what the metadata say.
 
   Args:
     source: an open GGUF file.
+    ignore_keys: names of unknown keys to pass over.
 
   Raises:
-    ValueError: if the architecture is another one, or a key says something
-      that is not implemented.
+    ValueError: if the architecture is another one, or a key is unknown or says
+      something that is not implemented.
   """
+  if source.metadata.get("general.type", "model") != "model":
+    raise _refuse(
+      source,
+      f"general.type is {source.metadata['general.type']!r:.80}",
+      "give the file of a model",
+    )
   kind = source.metadata.get("general.architecture")
   if kind not in ARCHITECTURES:
     raise _refuse(
@@ -65,12 +100,19 @@ def gguf_config(source: GgufSource) -> dict[str, Any]:
     for key, value in source.metadata.items()
     if key.startswith(f"{kind}.")
   }
-  for key in sorted(set(given) - set(_KEYS) - set(_OTHER_KEYS)):
-    raise _refuse(
-      source,
-      f"{kind}.{key} is {given[key]!r:.80}, which is not implemented",
-      "use the safetensors files",
-    )
+  for key, off in _OFF.items():
+    if is_set(given.get(key)) and given[key] not in off:
+      raise _refuse(
+        source,
+        f"{kind}.{key} is {given[key]!r:.80}, which is not implemented",
+        "use the safetensors files",
+      )
+  refuse_unknown(
+    f"{str(source.path)!r}",
+    {f"{kind}.{key}": value for key, value in given.items()},
+    {f"{kind}.{key}" for key in (*_KEYS, *_OTHER_KEYS, *_OFF)},
+    check_ignored(ignore_keys),
+  )
   out: dict[str, Any] = {"model_type": kind}
   out |= {
     theirs: _exact(given[ours])

@@ -90,10 +90,17 @@ def _translate(settings: Settings) -> Fields:
     settings.only(key, True)
   settings.only("attention_bias", False)
   settings.only("use_sliding_window", False)
+  settings.refuse_windows(default=True)
+  settings.only("moe_router_dtype", "float32")
   num_heads = settings.size("num_attention_heads")
   settings.only("num_key_value_heads", num_heads)
   # Not head_dim: published files hold a stale one.
   width = settings.size("qk_rope_head_dim")
+  nope_dim = settings.size("qk_nope_head_dim")
+  settings.only("qk_head_dim", nope_dim + width)
+  kinds = settings.get("layer_types", [])
+  if set(kinds) - {"indexed_attention"}:
+    raise settings.refuse("layer_types", "only indexed_attention is known")
   rope = read_rope(settings, width)
   if rope.dim != width:
     raise ValueError(
@@ -108,7 +115,7 @@ def _translate(settings: Settings) -> Fields:
       num_heads=num_heads,
       query_rank=settings.size("q_lora_rank"),
       latent_rank=settings.size("kv_lora_rank"),
-      nope_dim=settings.size("qk_nope_head_dim"),
+      nope_dim=nope_dim,
       value_dim=settings.size("v_head_dim"),
       rope=rope,
       index_heads=settings.size("index_n_heads"),
@@ -180,6 +187,14 @@ def _ignored(settings: Settings) -> tuple[str, ...]:
   return tuple(rf"model\.layers\.{i}\..*" for i in range(first, first + extra))
 
 
+# Lists overrule the rules that others come from, num_experts n_routed_experts;
+# head_dim is stale.
+_HARMLESS = frozenset(
+  "first_k_dense_replace head_dim index_share_for_mtp_iteration "
+  "index_skip_topk_offset index_topk_freq index_topk_pattern "
+  "max_window_layers n_routed_experts num_nextn_predict_layers".split()
+)
+
 GLM = Family(
   model_type="glm_moe_dsa",
   architecture="GlmMoeDsaForCausalLM",
@@ -187,4 +202,5 @@ GLM = Family(
   describe=_describe,
   fits=_fits,
   ignored=_ignored,
+  harmless=_HARMLESS,
 )

@@ -1,6 +1,6 @@
 """From the config.json of a checkpoint to a ModelConfig, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 from typing import Any
@@ -8,12 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from longstraw_jax.config import ModelConfig
-from longstraw_jax.weights.families import rope
+from longstraw_jax.weights.families import harmless, rope
 from longstraw_jax.weights.families.dense import LLAMA, QWEN2, QWEN3
 from longstraw_jax.weights.families.family import Family, layer_parts
 from longstraw_jax.weights.families.glm import GLM
 from longstraw_jax.weights.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from longstraw_jax.weights.families.settings import Settings
+from longstraw_jax.weights.unknown_keys import check_ignored
 
 FAMILIES: tuple[Family, ...] = (
   QWEN3_5,
@@ -46,13 +47,19 @@ _DROPPED = ("quantization_config", "compression_config", "torch_dtype")
 _EXTRA_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
-def family_of(values: Mapping[str, Any]) -> tuple[Family, Settings]:
+def family_of(
+  values: Mapping[str, Any], ignore_keys: Iterable[str] = ()
+) -> tuple[Family, Settings]:
   """The family of a config.json and the keys of its text model.
+
+  Args:
+    values: its keys.
+    ignore_keys: unknown ones to pass over.
 
   Raises:
     ValueError: if the model type is unknown, or the file says two things.
   """
-  settings = Settings(values)
+  settings = Settings(values, check_ignored(ignore_keys))
   kind = settings.get("model_type")
   for family in FAMILIES:
     if kind == family.model_type:
@@ -82,7 +89,21 @@ def _text_settings(outer: Settings) -> Settings:
       "tie_word_embeddings",
       "text_config says otherwise; make both say what the checkpoint has",
     )
-  return Settings(text)
+  return Settings(text, outer.ignored, outer)
+
+
+def _refuse_unknown(family: Family, settings: Settings) -> None:
+  """Refuses what is set and was not read, once all is read that is known."""
+  outer, part = settings.outer, ""
+  if outer is not None:
+    part = "text_config"
+    outer.refuse_unsupported()
+    text = settings.values
+    same = {k for k, v in outer.values.items() if k in text and text[k] == v}
+    outer.refuse_unknown(harmless.of_wrapper(outer.values) | same)
+  settings.refuse_unknown(
+    harmless.of_text(settings.values) | family.harmless, part
+  )
 
 
 def stored_dtype(settings: Settings) -> str | None:
@@ -100,11 +121,18 @@ def stored_dtype(settings: Settings) -> str | None:
   return dtype.name
 
 
-def config_from_hf(values: Mapping[str, Any], **overrides: Any) -> ModelConfig:
+def config_from_hf(
+  values: Mapping[str, Any],
+  *,
+  ignore_keys: Iterable[str] = (),
+  **overrides: Any,
+) -> ModelConfig:
   """Translates the config.json of a checkpoint.
 
   Args:
     values: its keys, those of a text model or of a model that wraps one.
+    ignore_keys: names of unknown keys to pass over, which are refused
+      otherwise. Keys known to change what a model computes are not ignored.
     **overrides: fields of ModelConfig to set otherwise, such as `saved`.
 
   Returns:
@@ -116,11 +144,13 @@ def config_from_hf(values: Mapping[str, Any], **overrides: Any) -> ModelConfig:
       feature is not implemented; the message names the key and a remedy.
     TypeError: if ModelConfig has no such field.
   """
-  family, settings = family_of(values)
+  family, settings = family_of(values, ignore_keys)
   settings.refuse_unsupported()
   dtype = stored_dtype(settings) or "float32"
   fields = {"name": family.model_type, "dtype": dtype, "param_dtype": dtype}
-  return ModelConfig(**(fields | family.translate(settings) | overrides))
+  fields |= family.translate(settings)
+  _refuse_unknown(family, settings)
+  return ModelConfig(**(fields | overrides))
 
 
 def config_to_hf(

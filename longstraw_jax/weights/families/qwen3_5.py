@@ -45,6 +45,7 @@ def _translate(settings: Settings, ffn: str) -> Fields:
   settings.only("attn_output_gate", True)
   settings.only("output_gate_type", "swish", "silu")
   settings.only("use_sliding_window", False)
+  settings.refuse_windows(default=True)
   settings.only("mamba_ssm_dtype", "float32")
   bias = settings.flag("attention_bias")
   head_dim = settings.size("head_dim")
@@ -140,6 +141,10 @@ def _fits(config: ModelConfig, ffn: str) -> bool:
 
 
 # The multi-token prediction head and the vision tower.
+_HARMLESS = frozenset(
+  "full_attention_interval mtp_num_hidden_layers mtp_use_dedicated_embeddings "
+  "max_window_layers".split()
+)
 _IGNORED = (r"mtp\..*", r"model\.mtp\..*", r"model\.visual\..*")
 
 QWEN3_5 = Family(
@@ -151,6 +156,7 @@ QWEN3_5 = Family(
   describe=_describe_dense,
   fits=lambda config: _fits(config, "swiglu"),
   ignored=lambda settings: _IGNORED,
+  harmless=_HARMLESS,
 )
 
 QWEN3_5_MOE = Family(
@@ -162,4 +168,5 @@ QWEN3_5_MOE = Family(
   describe=_describe_moe,
   fits=lambda config: _fits(config, "softmax_moe"),
   ignored=lambda settings: _IGNORED,
+  harmless=_HARMLESS | {"intermediate_size"},  # no layer is dense
 )

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from longstraw_jax.config import RopeConfig
+from longstraw_jax.weights.families.harmless import ROPE
 from longstraw_jax.weights.families.settings import REQUIRED, Settings
 
 KEYS = (
@@ -42,7 +43,7 @@ def _parameters(settings: Settings, theta: Any) -> Settings:
       raise ValueError("config.json lacks rope_theta: add it")
     values["rope_theta"] = theta
   values["rope_type"] = values.get("rope_type") or values.get("type")
-  return Settings(values)
+  return Settings(values, settings.ignored)
 
 
 def _mscale(factor: float, weight: float = 1.0) -> float:
@@ -81,6 +82,7 @@ def read_rope(
       linear, llama3 and yarn.
   """
   rope = _parameters(settings, theta)
+  rope.refuse_unknown(ROPE, "rope_parameters")
   rope.only(
     "rope_type",
     *("default", "linear", "llama3", "yarn"),

@@ -1,26 +1,59 @@
 """A config.json, read key by key: what is missing or unknown is refused."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from longstraw_jax.weights.unknown_keys import is_set, refuse_unknown
 
 REQUIRED: Any = object()
 
-# Features no model here has: key -> values that switch it off.
+# Features no model here has: key -> values that switch it off. No caller can
+# have them ignored.
 _OFF: dict[str, tuple] = {
   "quantization_config": (),
   "compression_config": (),
+  # What is attended to.
+  "dual_chunk_attention_config": (),
+  "attention_chunk_size": (),
+  "attention_sinks": (),
+  "use_attention_sinks": (False,),
+  "use_sinks": (False,),
+  "clip_qkv": (),
+  "use_qk_norm": (False,),
+  "qk_layernorm": (False,),
+  "attn_temperature_tuning": (False,),
+  "no_rope_layers": (),
+  "no_rope_layer_interval": (),
+  "rope_interleaved": (False,),
+  "rope_local_base_freq": (),
+  "swa_rope_parameters": (),
+  # What is multiplied, capped or added to.
   "attn_logit_softcapping": (),
   "final_logit_softcapping": (),
+  "logit_softcapping": (),
   "logit_scale": (1,),
   "logits_scaling": (1,),
+  "lm_head_multiplier": (1,),
   "embedding_multiplier": (1,),
   "residual_multiplier": (1,),
   "attention_multiplier": (),
+  "scale_emb": (1,),
   "mlp_bias": (False,),
+  "use_parallel_residual": (False,),
+  # What the model is.
+  "is_encoder_decoder": (False,),
+  "add_cross_attention": (False,),
+  "cross_attention_hidden_size": (),
+  "pruned_heads": (),
+  "pretraining_tp": (1,),
 }
 _REMEDIES = {
   "quantization_config": "give the checkpoint in bfloat16 or float32",
   "compression_config": "give the checkpoint in bfloat16 or float32",
+  "dual_chunk_attention_config": "only full attention is implemented; remove "
+  "it where no prompt is longer than its chunk_size",
+  "pretraining_tp": "it splits sums, which is not implemented; use 1, which "
+  "differs by rounding",
 }
 
 
@@ -28,15 +61,30 @@ class Settings:
   """The keys of one config.json, with errors that name key and remedy.
 
   A key whose value is null counts as absent, as in the transformers library.
+
+  Attributes:
+    values: the keys.
+    ignored: names of unknown keys that the caller wants passed over.
+    outer: of the model that wraps this one, or None.
   """
 
-  def __init__(self, values: Mapping[str, Any]):
+  def __init__(
+    self,
+    values: Mapping[str, Any],
+    ignored: Collection[str] = (),
+    outer: "Settings | None" = None,
+  ):
     """Wraps the object that config.json holds.
 
     Args:
       values: its keys.
+      ignored: names of unknown keys that `refuse_unknown` passes over.
+      outer: of the model that wraps this one.
     """
     self.values = values
+    self.ignored = ignored
+    self.outer = outer
+    self._read: set[str] = set()
 
   def refuse(self, key: str, remedy: str) -> ValueError:
     """The error about a key's value."""
@@ -49,6 +97,7 @@ class Settings:
     Raises:
       ValueError: if it is absent and the default is REQUIRED.
     """
+    self._read.add(key)
     value = self.values.get(key)
     if value is not None:
       return value
@@ -98,6 +147,7 @@ class Settings:
 
   def only(self, key: str, *allowed: Any, remedy: str = "") -> None:
     """Refuses a value other than these; absent is allowed."""
+    self._read.add(key)
     value = self.values.get(key)
     # 0 == False, but a switch is no number.
     if value is None or any(
@@ -117,5 +167,38 @@ class Settings:
       ValueError: by the name of the first one that is switched on.
     """
     for key, off in _OFF.items():
-      self.only(key, *off, remedy=_REMEDIES.get(key, ""))
+      if is_set(self.get(key)):
+        self.only(key, *off, remedy=_REMEDIES.get(key, ""))
     self.only("hidden_act", "silu", "swish")
+
+  def refuse_windows(self, default: bool, num_layers: int = 0) -> None:
+    """Refuses sliding windows that are in use.
+
+    Args:
+      default: whether a file that gives a window and no more uses it.
+      num_layers: layers from max_window_layers on slide; 0 where the model type
+        knows no such key.
+    """
+    if self.get("sliding_window") is None:
+      return
+    first = self.get("max_window_layers", 0) if num_layers else -1
+    if self.flag("use_sliding_window", default) and first < num_layers:
+      raise self.refuse(
+        "sliding_window",
+        "it is not implemented; where full attention is meant, set "
+        "use_sliding_window to false",
+      )
+
+  def refuse_unknown(self, harmless: Collection[str], part: str = "") -> None:
+    """Refuses keys that are set and were neither read nor are harmless.
+
+    Args:
+      harmless: those that change nothing.
+      part: of the file, where it is not the whole.
+
+    Raises:
+      ValueError: naming all of them, and the way around.
+    """
+    where = f"config.json, {part}" if part else "config.json"
+    known = {*self._read, *harmless}
+    refuse_unknown(where, self.values, known, self.ignored)
