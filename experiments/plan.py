@@ -36,6 +36,7 @@ from longstraw_jax.plan import (
   plan,
   scope_phases,
 )
+from longstraw_jax.train_config import OptimizerConfig
 
 FLAGS = flags.FLAGS
 GB, MB = 1e9, 1e6
@@ -47,7 +48,7 @@ SHARED = frozenset({"nf4"})  # --base says it
 OPTIMIZERS = ("adamw",)
 BASES = ("bf16", "nf4")
 COLUMNS = (
-  "phase P weights optimizer gradients pages page_gradients carries "
+  "phase P weights master optimizer gradients pages page_gradients carries "
   "saved_carries temporaries total memory fits dominant pinned_host"
 )
 WORK_COLUMNS = "phase P teraflops seconds_floor largest_collective compiled"
@@ -115,6 +116,7 @@ def parse_config(values: dict) -> PlanConfig:
     target=parse_device(values),
     lora=parse_train(values["train"]),
     nf4=base == "nf4",
+    optimizer=OptimizerConfig(master_dtype=values["master_dtype"]),
   )
 
 
@@ -189,6 +191,7 @@ def run(values: dict) -> int:
     train=values["train"],
     base=values["base"],
     optimizer_name=values["optimizer"],
+    master_dtype=values["master_dtype"],
     hosts=config.hosts,
     devices=config.devices,
     member=config.member,
@@ -272,6 +275,11 @@ def define_flags() -> None:
   flags.DEFINE_string("train", "all", "all, or lora:<rank>.")
   flags.DEFINE_string("base", "bf16", "How frozen weights are stored.")
   flags.DEFINE_string("optimizer", "adamw", "Of the trained weights.")
+  flags.DEFINE_string(
+    "master_dtype",
+    OptimizerConfig().master_dtype,
+    "Of the optimizer's copies of narrower weights that learn; none for none.",
+  )
   flags.DEFINE_string(
     "page_dtype", "", "As in ModelConfig; the model's by default."
   )

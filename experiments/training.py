@@ -54,7 +54,7 @@ CONFIGS: dict[str, tuple[Any, str, frozenset[str]]] = {
   "warm_start_optimizer": (
     WarmStartConfig().optimizer,
     "warm_start_",
-    frozenset(),
+    frozenset({"master_dtype"}),  # one for both
   ),
 }
 
@@ -196,7 +196,11 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
     objective=_config("objective", values),
   )
   warm = _config(
-    "warm_start", values, optimizer=_config("warm_start_optimizer", values)
+    "warm_start",
+    values,
+    optimizer=_config(
+      "warm_start_optimizer", values, master_dtype=values["master_dtype"]
+    ),
   )
   if tokenizer.vocab_size > model.config.vocab_size:
     raise ValueError(

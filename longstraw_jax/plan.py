@@ -69,6 +69,7 @@ from longstraw_jax.types import Tree
 PHASES = ("capture", "score", "branch", "reverse", "optimizer", "decode")
 PARTS = (
   "weights",
+  "master",
   "optimizer",
   "gradients",
   "pages",
@@ -322,7 +323,8 @@ class _Shapes:
     """What a device and its share of the host hold while a phase runs."""
     trees = {
       "weights": self.params,
-      "optimizer": (self.learner.opt_state, self.learner.step),
+      "master": self.learner.opt_state.master,
+      "optimizer": (self.learner.opt_state.adamw, self.learner.step),
       "pages": self.state.pages,
       "carries": self.state.carry,
       "saved_carries": self.state.saved_carries,
@@ -513,7 +515,7 @@ def plan(
 def _bytes_read(phase: str, parts: dict[str, int], config: PlanConfig) -> int:
   """What a device reads at least: weights once, for decoding once a token."""
   if phase == "optimizer":
-    names = ("weights", "optimizer", "gradients")
+    names = ("weights", "master", "optimizer", "gradients")
     return sum(parts[name] for name in names)
   if phase == "decode":
     return config.response * (parts["weights"] + parts["pages"])

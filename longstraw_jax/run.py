@@ -175,6 +175,12 @@ class Run:
     warm = self.config.warm_start
     optimizer = self.trainer.config.optimizer
     if warm.max_steps:
+      if warm.optimizer.master_dtype != optimizer.master_dtype:
+        raise ValueError(
+          f"master_dtype is {warm.optimizer.master_dtype!r} in the warm start "
+          f"and {optimizer.master_dtype!r} after it: give both the same, as "
+          "one checkpoint has the form of the other"
+        )
       optimizer = warm.optimizer
     zero = jnp.int32(0)
     return RunState(

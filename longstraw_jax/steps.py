@@ -15,7 +15,12 @@ from longstraw_jax.capture import capture
 from longstraw_jax.group import group_gradient
 from longstraw_jax.lora import has_lora
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.precision import widen
+from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.optimizer import (
+  OptimizerState,
+  init_optimizer,
+  optimizer_step,
+)
 from longstraw_jax.replay import replay_scores
 from longstraw_jax.rollout import rollout
 from longstraw_jax.sharding import constrain_at_rest, replicate
@@ -34,21 +39,20 @@ class Learner:
 
   Attributes:
     params: the policy.
-    opt_state: of the optimizer; it knows the trainable leaves only.
+    opt_state: of the optimizer; it knows the trainable leaves only, and holds
+      wide copies of those that are narrow.
     step: optimizer steps taken; one that was skipped because its gradient was
       not finite is none, as the weights are still those of the step before.
   """
 
   params: Params
-  opt_state: Tree
+  opt_state: OptimizerState
   step: Int[Array, ""]
 
 
 def make_learner(params: Params, optimizer: OptimizerConfig) -> Learner:
-  """A learner that has taken no step; moments are float32 or wider."""
-  # As gradients are: moments in bfloat16 would turn float32 at the first step.
-  wide = lambda x: widen(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
-  opt_state = jax.tree.map(wide, optimizer.build().init(params.trainable))
+  """A learner that has taken no step."""
+  opt_state = init_optimizer(optimizer, params.trainable)
   return Learner(params=params, opt_state=opt_state, step=jnp.int32(0))
 
 
@@ -182,11 +186,14 @@ def apply_gradient(
     grads: the gradient; not applied where its norm is not finite.
     finite: whether all else that the step comes from is finite.
   """
-  old = (learner.params.trainable, learner.opt_state, learner.step)
-  updates, opt_state = optimizer.build().update(
-    grads, learner.opt_state, learner.params.trainable
+  trainable = learner.params.trainable
+  old = (trainable, learner.opt_state, learner.step)
+  # Of the moments' dtype, which another one would change.
+  cast = lambda g, x: g.astype(wide_dtype(x.dtype))
+  grads = jax.tree.map(cast, grads, trainable)
+  trainable, opt_state = optimizer_step(
+    optimizer, trainable, learner.opt_state, grads
   )
-  trainable = optax.apply_updates(learner.params.trainable, updates)
   finite &= jnp.isfinite(optax.tree.norm(grads))
   # Element by element, so that a buffer that is given up is written in place.
   trainable, opt_state, step = jax.tree.map(

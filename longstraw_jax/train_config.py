@@ -1,13 +1,20 @@
 """Frozen configurations of a training run."""
 
 import dataclasses
+import functools
 import math
+import re
 
+from jax import Array
 import optax
 
 from longstraw_jax.checks import CONSTANT_SCOPES, check_scope
+from longstraw_jax.decay import decayed
 from longstraw_jax.objectives import ADVANTAGE_MODES, PolicyObjective
 from longstraw_jax.ops.pages import check_place
+from longstraw_jax.ops.precision import wide_dtype
+
+MASTER_DTYPES = ("float32", "none", None)
 
 
 def _require(ok: bool, name: str, value, remedy: str) -> None:
@@ -78,16 +85,43 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-  """AdamW with a clipped global norm and a linear warm-up."""
+  """AdamW with a clipped global norm and a linear warm-up.
+
+  Attributes:
+    learning_rate: after the warm-up.
+    warmup_steps: over which it rises.
+    b1, b2: of the moments.
+    weight_decay: what decays shrinks by learning_rate times this a step.
+    decay_pattern: regular expression, searched in parameters' paths a/b/c, of
+      what decays; matrices alone by default, never norms, biases, decay rates.
+    max_grad_norm: what a longer gradient is shortened to.
+    master_dtype: of the copies that the optimizer keeps of narrower weights
+      that learn, and takes its steps on; "none" for no copies.
+  """
 
   learning_rate: float = 1e-3
   warmup_steps: int = 10
   b1: float = 0.9
   b2: float = 0.95
   weight_decay: float = 0.0
+  decay_pattern: str | None = None
   max_grad_norm: float = 1.0
+  master_dtype: str | None = "float32"
 
   def __post_init__(self):
+    _require(
+      self.master_dtype in MASTER_DTYPES,
+      "master_dtype",
+      self.master_dtype,
+      f"use one of {MASTER_DTYPES}",
+    )
+    try:
+      re.compile(self.decay_pattern or "")
+    except re.error as error:
+      raise ValueError(
+        f"decay_pattern is {self.decay_pattern!r}: {error}; give a regular "
+        "expression such as 'kernel|embed'"
+      ) from None
     for name in ("learning_rate", "max_grad_norm"):
       value = getattr(self, name)
       _require(0 < value < math.inf, name, value, "use a positive number")
@@ -101,8 +135,21 @@ class OptimizerConfig:
     )
     return optax.chain(
       optax.clip_by_global_norm(self.max_grad_norm),
-      optax.adamw(schedule, self.b1, self.b2, weight_decay=self.weight_decay),
+      optax.adamw(
+        schedule,
+        self.b1,
+        self.b2,
+        weight_decay=self.weight_decay,
+        mask=functools.partial(decayed, pattern=self.decay_pattern),
+      ),
     )
+
+  def master_copy(self, leaf: Array) -> Array | None:
+    """The wide copy that a step is taken on; None where it needs none."""
+    wide = wide_dtype(leaf.dtype)
+    if self.master_dtype in (None, "none") or leaf.dtype == wide:
+      return None
+    return leaf.astype(wide)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -466,6 +466,22 @@ class FilesTest(parameterized.TestCase):
     self.addCleanup(made.cleanup)
     return pathlib.Path(made.name)
 
+  @parameterized.parameters("bfloat16", "float16", "float32", "float64")
+  def test_adapters_are_wide_whatever_the_file_has(self, dtype):
+    """They are what learns: float32, or wider where they are; values exact."""
+    folder = self.folder()
+    narrow = trained(add_lora(MODEL, base(), jax.random.key(0), LORA, dtype))
+    save_adapter(folder, MODEL, narrow)
+    loaded = load_adapter(folder, MODEL, base())
+    wide = jnp.promote_types(dtype, jnp.float32)
+    for a, b in zip(
+      jax.tree.leaves(loaded.trainable),
+      jax.tree.leaves(narrow.trainable),
+      strict=True,
+    ):
+      self.assertEqual(a.dtype, wide)
+      np.testing.assert_array_equal(a, b.astype(wide))
+
   @parameterized.parameters("float32", "bfloat16", "float64")
   def test_round_trip(self, dtype):
     folder = self.folder()
@@ -473,7 +489,7 @@ class FilesTest(parameterized.TestCase):
     key = jax.random.key(0)
     params = trained(add_lora(MODEL, base(), key, config, dtype))
     save_adapter(folder, MODEL, params)
-    assert_same(load_adapter(folder, MODEL, base()), params)
+    assert_same(load_adapter(folder, MODEL, base(), dtype), params)
     settings = json.loads((folder / CONFIG_NAME).read_text())
     self.assertEqual(settings["r"], 6)
     self.assertEqual(settings["lora_alpha"], 32)

@@ -10,6 +10,7 @@ from longstraw_jax import PRESETS, LoraConfig, Model
 from longstraw_jax import plan as plans
 from longstraw_jax.gpu_targets import GPU_TARGETS, GpuTarget
 from longstraw_jax.plan import PlanConfig, largest_collective
+from longstraw_jax.train_config import OptimizerConfig
 
 SIZES = PlanConfig(
   target=GPU_TARGETS["h20-3e"],
@@ -67,6 +68,21 @@ class ArithmeticTest(parameterized.TestCase):
     found = parts("qwen3.6-27b", "optimizer", config)
     self.assertBetween(found["gradients"] / found["weights"], 1.99, 2.0)
     self.assertBetween(found["optimizer"] / found["gradients"], 2.0, 2.01)
+
+  @parameterized.parameters(
+    ({}, 4),
+    ({"optimizer": OptimizerConfig(master_dtype="none")}, 0),
+    ({"lora": LoraConfig(rank=16)}, 0),
+  )
+  def test_copies_of_what_learns_in_bfloat16(self, changes, size):
+    """13.4 GB a device; frozen weights and float32 adapters have none."""
+    config = dataclasses.replace(SIZES, **({"lora": None} | changes))
+    share = size * PARAMETERS["qwen3.6-27b"] / 8
+    for phase in ("capture", "optimizer"):
+      found = parts("qwen3.6-27b", phase, config)
+      self.assertBetween(found["master"], share, 1.01 * share)
+    if size:
+      self.assertBetween(found["master"], 13.4e9, 13.5e9)
 
   def test_members_on_their_own_devices_hold_the_prompt_again(self):
     dealt = dataclasses.replace(SIZES, member=2)

@@ -164,7 +164,8 @@ def load_adapter(
     folder: with adapter_model.safetensors and adapter_config.json.
     model: the model.
     params: the base, without adapters; quantized or not.
-    dtype: of the adapters; by default as they are stored.
+    dtype: of the adapters; by default float32, or wider if so stored: they
+      are what learns.
     ignore_keys: names of unknown keys in adapter_config.json to pass over.
 
   Returns:
@@ -204,7 +205,7 @@ def load_adapter(
         f"adapter of {path} has rank {rank}: fetch both files again"
       )
     root = rank**0.5 if config.get("use_rslora") else rank
-    made = jnp.dtype(a.dtype if dtype is None else dtype)
+    made = wide_dtype(a.dtype) if dtype is None else jnp.dtype(dtype)
     scale = np.full(len(a), config["lora_alpha"] / root, wide_dtype(made))
     adapters[path] = (
       jnp.asarray(a, made),
