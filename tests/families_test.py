@@ -17,6 +17,7 @@ from longstraw_jax.weights.names import hf_naming
 from longstraw_jax.weights.published import PUBLISHED
 from longstraw_jax.weights.slots import parameter_shapes, tensor_slots
 from tests.golden import files
+from tests.published_configs import CONFIGS
 
 PARAMETERS = {
   "qwen3.6-27b": 26_895_998_464,
@@ -421,7 +422,100 @@ class RefusedTest(parameterized.TestCase):
       config_from_hf(golden("qwen3"), colour="red")
 
 
+# What an older reader (version 4 of the library, vLLM, SGLang) takes from a
+# file and would have otherwise, silently, from its own defaults.
+OLDER = {
+  "llama": {
+    "rope_theta": 1e4,
+    "rope_scaling": {
+      "rope_type": "llama3",
+      "type": "llama3",
+      "factor": 8.0,
+      "low_freq_factor": 1.0,
+      "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 32,
+    },
+    "max_position_embeddings": 256,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "attention_bias": True,
+    "mlp_bias": False,
+  },
+  "qwen2": {
+    "rope_theta": 1e4,
+    "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2.0},
+    "use_sliding_window": False,
+  },
+  "qwen3": {
+    "rope_theta": 1e4,
+    "max_position_embeddings": 32,
+    "head_dim": 16,
+  },
+  "qwen_dense": {
+    "rope_theta": 1e4,
+    "rope_scaling": None,
+    "partial_rotary_factor": 0.5,
+    "mamba_ssm_dtype": "float32",
+    "attn_output_gate": True,
+  },
+  "qwen_moe": {
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+  },
+  "glm_dsa": {
+    "rope_theta": 8e6,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "index_topk_pattern": "FFFSFSFS",
+    "indexer_rope_interleave": True,
+    "rope_interleave": True,
+    "qk_head_dim": 12,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 0,
+  },
+}
+
+
 class WrittenTest(parameterized.TestCase):
+  @parameterized.parameters(*OLDER)
+  def test_without_a_source_older_readers_lack_nothing(self, name):
+    config = config_from_hf(golden(name))
+    values = config_to_hf(config)
+    for key, value in OLDER[name].items():
+      self.assertEqual(values[key], value, key)
+    self.assertRegex(values["transformers_version"], r"^5\.")
+    self.assertEqual(values["torch_dtype"], "float32")
+    for kind in ("bos", "eos", "pad"):  # or it would be another model's
+      self.assertIsNone(values[f"{kind}_token_id"])
+    # Either spelling alone reads as the model.
+    old = {k: v for k, v in values.items() if k != "rope_parameters"}
+    new = {
+      k: v
+      for k, v in values.items()
+      if k not in ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    }
+    self.assertEqual(config_from_hf(old), config)
+    self.assertEqual(config_from_hf(new), config)
+
+  @parameterized.parameters("qwen2.5", "qwen3", "llama-3.1", "smollm2")
+  def test_published_files_come_back(self, name):
+    """In the spelling they have, with the dtype that is stored."""
+    source = CONFIGS[name]
+    config = config_from_hf(source, param_dtype="float32")
+    values = config_to_hf(config, source)
+    differing = {k for k in source if values.get(k) != source[k]}
+    self.assertEqual(differing, {"torch_dtype"})
+    self.assertEqual(values["torch_dtype"], "float32")
+
+  def test_wrapped_without_a_source(self):
+    values = config_to_hf(config_from_hf(golden("qwen_moe")), wrapped=True)
+    self.assertRegex(values["transformers_version"], r"^5\.")
+    self.assertEqual(values["text_config"]["rope_theta"], 1e4)
+
   @parameterized.parameters(*files.NAMES)
   def test_without_a_source(self, name):
     config = config_from_hf(golden(name))
@@ -470,7 +564,7 @@ class WrittenTest(parameterized.TestCase):
     attention = dataclasses.replace(config.attention, rope=rope)
     config = dataclasses.replace(config, attention=attention)
     values = config_to_hf(config, source)
-    self.assertNotIn("rope_theta", values)
+    self.assertEqual(values["rope_theta"], 1e6)
     self.assertEqual(values["rope_parameters"]["rope_theta"], 1e6)
 
   def test_quantization_and_prediction_layers_are_dropped(self):
@@ -481,7 +575,8 @@ class WrittenTest(parameterized.TestCase):
     source["quantization_config"] = {"quant_method": "fp8"}
     values = config_to_hf(config, source)
     self.assertNotIn("quantization_config", values)
-    self.assertNotIn("torch_dtype", values)
+    self.assertEqual(values["torch_dtype"], config.param_dtype)
+    self.assertEqual(values["dtype"], config.param_dtype)
     self.assertEqual(values["num_nextn_predict_layers"], 0)
 
   def test_no_family(self):

@@ -15,6 +15,7 @@ from longstraw_jax.weights.families.stages import group_layers
 THETA = 1e4  # the library's, where a file has none
 NORM_EPS = 1e-6
 QWEN3_HEAD_DIM = 128
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 WINDOW_KEYS = frozenset(("use_sliding_window", "max_window_layers"))
 
 
@@ -70,14 +71,17 @@ def _translate(
 
 def _describe(config: ModelConfig) -> Fields:
   sizes = config.attention
-  return describe_trunk(config) | {
-    "intermediate_size": config.hidden_dim,
-    "num_attention_heads": sizes.num_heads,
-    "num_key_value_heads": sizes.num_kv_heads,
-    "head_dim": sizes.head_dim,
-    "attention_bias": sizes.o_bias,
-    "rope_parameters": write_rope(sizes.rope, sizes.head_dim),
-  }
+  return (
+    describe_trunk(config)
+    | {
+      "intermediate_size": config.hidden_dim,
+      "num_attention_heads": sizes.num_heads,
+      "num_key_value_heads": sizes.num_kv_heads,
+      "head_dim": sizes.head_dim,
+      "attention_bias": sizes.o_bias,
+    }
+    | write_rope(sizes.rope, sizes.head_dim)
+  )
 
 
 def _is_dense(config: ModelConfig) -> bool:
@@ -117,6 +121,7 @@ LLAMA = Family(
     settings, head_dim=None, qk_norm=False, bias=None
   ),
   describe=_describe,
+  describe_more=lambda config: {"mlp_bias": False, "pretraining_tp": 1},
   fits=_is_llama,
   harmless=WINDOW_KEYS,
   # Buffers that early versions of the library stored.
@@ -130,6 +135,7 @@ QWEN2 = Family(
     settings, head_dim=None, qk_norm=False, bias=True
   ),
   describe=_describe,
+  describe_more=lambda config: _NO_WINDOW,
   fits=_is_qwen2,
   harmless=WINDOW_KEYS,
 )
@@ -141,6 +147,7 @@ QWEN3 = Family(
     settings, head_dim=QWEN3_HEAD_DIM, qk_norm=True, bias=None
   ),
   describe=_describe,
+  describe_more=lambda config: _NO_WINDOW,
   fits=_is_qwen3,
   harmless=WINDOW_KEYS,
 )

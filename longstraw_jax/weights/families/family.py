@@ -22,6 +22,9 @@ class Family:
     wrapper_architecture: class of that one, or None.
     translate: from a config.json to fields of ModelConfig.
     describe: from a ModelConfig that fits to a config.json.
+    describe_more: what else other readers (vLLM, SGLang, older versions of the
+      library) take from a config.json of this family; for one that is written
+      without a source to keep it from.
     fits: whether a ModelConfig is of this family.
     ignored: from a config.json to regular expressions of tensors that belong
       to parts this package does not run.
@@ -35,6 +38,7 @@ class Family:
   wrapper_architecture: str | None = None
   translate: Callable[[Settings], Fields]
   describe: Callable[[ModelConfig], Fields]
+  describe_more: Callable[[ModelConfig], Fields]
   fits: Callable[[ModelConfig], bool]
   ignored: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
   harmless: frozenset[str] = frozenset()

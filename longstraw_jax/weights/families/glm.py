@@ -139,34 +139,53 @@ def _describe(config: ModelConfig) -> Fields:
     for spec in stage.pattern
   ]
   kinds = [ffns[spec.ffn] for spec in layers]
-  return describe_trunk(config) | {
-    "intermediate_size": config.hidden_dim,
-    "num_attention_heads": sizes.num_heads,
-    "num_key_value_heads": sizes.num_heads,
-    "q_lora_rank": sizes.query_rank,
-    "kv_lora_rank": sizes.latent_rank,
-    "qk_nope_head_dim": sizes.nope_dim,
-    "qk_rope_head_dim": sizes.rope.dim,
-    "v_head_dim": sizes.value_dim,
-    "head_dim": sizes.rope.dim,
-    "attention_bias": False,
-    "index_n_heads": sizes.index_heads,
-    "index_head_dim": sizes.index_dim,
-    "index_topk": sizes.index_topk,
-    "indexer_types": [indexers[spec.mixer] for spec in layers],
-    "mlp_layer_types": kinds,
-    "first_k_dense_replace": (kinds + ["sparse"]).index("sparse"),
-    "rope_parameters": write_rope(
-      sizes.rope, sizes.rope.dim, sizes.softmax_factor
-    ),
-    "n_routed_experts": moe.num_experts,
-    "n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim,
-    "num_experts_per_tok": moe.experts_per_token,
-    "moe_intermediate_size": moe.expert_hidden_dim,
-    "n_group": moe.num_groups,
-    "topk_group": moe.groups_per_token,
-    "routed_scaling_factor": moe.scaling,
-    "norm_topk_prob": moe.normalize,
+  return (
+    describe_trunk(config)
+    | {
+      "intermediate_size": config.hidden_dim,
+      "num_attention_heads": sizes.num_heads,
+      "num_key_value_heads": sizes.num_heads,
+      "q_lora_rank": sizes.query_rank,
+      "kv_lora_rank": sizes.latent_rank,
+      "qk_nope_head_dim": sizes.nope_dim,
+      "qk_rope_head_dim": sizes.rope.dim,
+      "v_head_dim": sizes.value_dim,
+      "head_dim": sizes.rope.dim,
+      "attention_bias": False,
+      "index_n_heads": sizes.index_heads,
+      "index_head_dim": sizes.index_dim,
+      "index_topk": sizes.index_topk,
+      "indexer_types": [indexers[spec.mixer] for spec in layers],
+      "mlp_layer_types": kinds,
+      "first_k_dense_replace": (kinds + ["sparse"]).index("sparse"),
+      "n_routed_experts": moe.num_experts,
+      "n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim,
+      "num_experts_per_tok": moe.experts_per_token,
+      "moe_intermediate_size": moe.expert_hidden_dim,
+      "n_group": moe.num_groups,
+      "topk_group": moe.groups_per_token,
+      "routed_scaling_factor": moe.scaling,
+      "norm_topk_prob": moe.normalize,
+    }
+    | write_rope(sizes.rope, sizes.rope.dim, sizes.softmax_factor)
+  )
+
+
+def _describe_more(config: ModelConfig) -> Fields:
+  """vLLM and SGLang take a rule, a softmax or a half-split from absent keys."""
+  sizes = config.latent
+  letters = {_MIXERS[kind]: letter for letter, kind in _LETTERS.items()}
+  return {
+    "index_topk_pattern": "".join(letters[m] for m in config.layer_types),
+    "indexer_rope_interleave": True,
+    "mlp_bias": False,
+    "moe_layer_freq": 1,
+    "moe_router_dtype": "float32",
+    "num_nextn_predict_layers": 0,
+    "qk_head_dim": sizes.nope_dim + sizes.rope.dim,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
   }
 
 
@@ -200,6 +219,7 @@ GLM = Family(
   architecture="GlmMoeDsaForCausalLM",
   translate=_translate,
   describe=_describe,
+  describe_more=_describe_more,
   fits=_fits,
   ignored=_ignored,
   harmless=_HARMLESS,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.weights.families import harmless, rope
 from longstraw_jax.weights.families.dense import LLAMA, QWEN2, QWEN3
-from longstraw_jax.weights.families.family import Family, layer_parts
+from longstraw_jax.weights.families.family import Family, Fields, layer_parts
 from longstraw_jax.weights.families.glm import GLM
 from longstraw_jax.weights.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from longstraw_jax.weights.families.settings import Settings
@@ -44,6 +44,7 @@ _COMPUTED = {
 }
 # Parts of a source that an exported text model has not.
 _DROPPED = ("quantization_config", "compression_config", "torch_dtype")
+FORMAT_VERSION = "5.24.0"  # of the library whose layout is written
 _EXTRA_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -194,41 +195,78 @@ def config_to_hf(
   outer = dict(source or {})
   if outer.get("model_type") != family.wrapper_type:
     outer = {}
+  spelled = (
+    {"torch_dtype": config.param_dtype} if "torch_dtype" in outer else {}
+  )
   for key in _DROPPED:
     outer.pop(key, None)
-  return outer | {
-    "architectures": [family.wrapper_architecture],
-    "model_type": family.wrapper_type,
-    "text_config": text,
-    "tie_word_embeddings": config.tie_embeddings,
-    "dtype": config.param_dtype,
-  }
+  if not outer:
+    outer["transformers_version"] = FORMAT_VERSION
+  return (
+    outer
+    | spelled
+    | {
+      "architectures": [family.wrapper_architecture],
+      "model_type": family.wrapper_type,
+      "text_config": text,
+      "tie_word_embeddings": config.tie_embeddings,
+      "dtype": config.param_dtype,
+    }
+  )
 
 
 def _text_keys(
   config: ModelConfig, family: Family, old: Mapping[str, Any]
 ) -> dict[str, Any]:
   """The source's keys where there is one, ours in place of theirs."""
+  ours = family.describe(config) | {"dtype": config.param_dtype}
+  if "torch_dtype" in old:  # as files of before version 4.56 have it
+    ours["torch_dtype"] = config.param_dtype
   old = {key: value for key, value in old.items() if key not in _DROPPED}
-  ours = family.describe(config)
-  if old:
-    if _embedding(family.translate(Settings(old))) == _embedding(vars(config)):
-      del ours["rope_parameters"]  # theirs say the same, in their own spelling
-    else:
-      theirs = old.get("rope_scaling") or old.get("rope_parameters") or {}
-      kept = {key: theirs[key] for key in rope.KEPT if key in theirs}
-      ours["rope_parameters"] |= kept
-      old = {key: old[key] for key in old if key not in rope.KEYS}
-    old |= {key: 0 for key in _EXTRA_LAYERS if old.get(key)}
+  if not old:
+    ours |= family.describe_more(config) | _without_source(config)
+  elif _embedding(family.translate(Settings(old))) == _embedding(vars(config)):
+    # Theirs say the same, in their own spelling.
+    ours = {key: value for key, value in ours.items() if key not in rope.KEYS}
+  else:
+    theirs = old.get("rope_scaling") or old.get("rope_parameters") or {}
+    kept = {key: theirs[key] for key in rope.KEPT if key in theirs}
+    for key in ("rope_parameters", "rope_scaling"):
+      if ours[key] is not None:
+        ours[key] = ours[key] | kept
+    old = {key: old[key] for key in old if key not in rope.KEYS}
+  old |= {key: 0 for key in _EXTRA_LAYERS if old.get(key)}
   return (
     old
     | ours
     | {
       "architectures": [family.architecture],
       "model_type": family.model_type,
-      "dtype": config.param_dtype,
     }
   )
+
+
+def _without_source(config: ModelConfig) -> Fields:
+  """What a file says of itself that no source says.
+
+  Absent ids of tokens would be the library's defaults, which are another
+  model's.
+  """
+  sizes = config.latent or config.attention
+  out: Fields = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "torch_dtype": config.param_dtype,
+    "transformers_version": FORMAT_VERSION,
+  }
+  # YaRN's is the length before, from which version 4 computes the ramp.
+  length = sizes.rope.original_length
+  if sizes.rope.scaling == "yarn":
+    out["max_position_embeddings"] = length
+  elif sizes.rope.scaling == "llama3":
+    out["max_position_embeddings"] = round(length * sizes.rope.factor)
+  return out
 
 
 def _embedding(fields: Mapping[str, Any]) -> tuple:

@@ -95,21 +95,24 @@ def _translate_moe(settings: Settings) -> Fields:
 def _describe(config: ModelConfig) -> Fields:
   sizes, delta = config.attention, config.delta
   kinds = {mixer: kind for kind, mixer in _MIXERS.items()}
-  rope = write_rope(sizes.rope, sizes.head_dim)
-  return describe_trunk(config) | {
-    "num_attention_heads": sizes.num_heads,
-    "num_key_value_heads": sizes.num_kv_heads,
-    "head_dim": sizes.head_dim,
-    "attention_bias": sizes.o_bias,
-    "layer_types": [kinds[mixer] for mixer in config.layer_types],
-    "linear_num_key_heads": delta.num_key_heads,
-    "linear_num_value_heads": delta.num_value_heads,
-    "linear_key_head_dim": delta.key_dim,
-    "linear_value_head_dim": delta.value_dim,
-    "linear_conv_kernel_dim": delta.conv_width,
-    # Always, because the library's default is not 1.
-    "rope_parameters": {"partial_rotary_factor": 1.0} | rope,
-  }
+  # The factor always, because the library's default is not 1.
+  rope = write_rope(sizes.rope, sizes.head_dim, always_partial=True)
+  return (
+    describe_trunk(config)
+    | {
+      "num_attention_heads": sizes.num_heads,
+      "num_key_value_heads": sizes.num_kv_heads,
+      "head_dim": sizes.head_dim,
+      "attention_bias": sizes.o_bias,
+      "layer_types": [kinds[mixer] for mixer in config.layer_types],
+      "linear_num_key_heads": delta.num_key_heads,
+      "linear_num_value_heads": delta.num_value_heads,
+      "linear_key_head_dim": delta.key_dim,
+      "linear_value_head_dim": delta.value_dim,
+      "linear_conv_kernel_dim": delta.conv_width,
+    }
+    | rope
+  )
 
 
 def _describe_dense(config: ModelConfig) -> Fields:
@@ -124,6 +127,19 @@ def _describe_moe(config: ModelConfig) -> Fields:
     "moe_intermediate_size": moe.expert_hidden_dim,
     "shared_expert_intermediate_size": moe.shared_hidden_dim,
   }
+
+
+def _describe_more(config: ModelConfig) -> Fields:
+  return {
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",  # of the recurrent matrix in vLLM
+    "mtp_num_hidden_layers": 0,
+  }
+
+
+def _describe_more_moe(config: ModelConfig) -> Fields:
+  experts = {"norm_topk_prob": True, "decoder_sparse_step": 1}
+  return _describe_more(config) | experts | {"mlp_only_layers": []}
 
 
 def _fits(config: ModelConfig, ffn: str) -> bool:
@@ -154,6 +170,7 @@ QWEN3_5 = Family(
   wrapper_architecture="Qwen3_5ForConditionalGeneration",
   translate=_translate_dense,
   describe=_describe_dense,
+  describe_more=_describe_more,
   fits=lambda config: _fits(config, "swiglu"),
   ignored=lambda settings: _IGNORED,
   harmless=_HARMLESS,
@@ -166,6 +183,7 @@ QWEN3_5_MOE = Family(
   wrapper_architecture="Qwen3_5MoeForConditionalGeneration",
   translate=_translate_moe,
   describe=_describe_moe,
+  describe_more=_describe_more_moe,
   fits=lambda config: _fits(config, "softmax_moe"),
   ignored=lambda settings: _IGNORED,
   harmless=_HARMLESS | {"intermediate_size"},  # no layer is dense

@@ -128,24 +128,41 @@ def read_softmax_factor(settings: Settings) -> float:
 
 
 def write_rope(
-  rope: RopeConfig, head_dim: int, softmax_factor: float = 1.0
+  rope: RopeConfig,
+  head_dim: int,
+  softmax_factor: float = 1.0,
+  *,
+  always_partial: bool = False,
 ) -> dict[str, Any]:
-  """`rope_parameters` that `read_rope` reads as this embedding.
+  """Keys that `read_rope` reads as this embedding, in both spellings.
 
   Args:
     rope: the embedding.
     head_dim: width of a head.
     softmax_factor: as in LatentConfig.
+    always_partial: whether partial_rotary_factor is given even if it is 1.
 
   Raises:
     ValueError: if the softmax factor needs a scaled embedding and has none.
   """
+  new = _rope_parameters(rope, softmax_factor)
+  out: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+  if rope.scaling != "none":
+    # Files of before 2024 have `type`, and so have readers of then.
+    old = {key: x for key, x in new.items() if key != "rope_theta"}
+    out["rope_scaling"] = old | {"type": rope.scaling}
+  if always_partial or rope.dim != head_dim:
+    part = {"partial_rotary_factor": rope.dim / head_dim}
+    new |= part
+    out |= part
+  return out | {"rope_parameters": new}
+
+
+def _rope_parameters(rope: RopeConfig, softmax_factor: float) -> dict[str, Any]:
   out: dict[str, Any] = {
     "rope_type": "default" if rope.scaling == "none" else rope.scaling,
     "rope_theta": rope.theta,
   }
-  if rope.dim != head_dim:
-    out["partial_rotary_factor"] = rope.dim / head_dim
   if rope.scaling != "none":
     out["factor"] = rope.factor
   if rope.scaling in ("llama3", "yarn"):
