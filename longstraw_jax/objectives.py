@@ -26,8 +26,9 @@ ADVANTAGE_MODES = ("std", "none", "leave_one_out")
 RATIO_LEVELS = ("token", "sequence")
 NORMALIZATIONS = ("member", "token", "constant")
 
-# exp(20) = 4.9e8 is finite in float32 with room for a sum over tokens; a ratio
-# as far off as that says that the two policies have nothing in common.
+# exp(20) = 4.9e8 is finite in float32 with room for a sum over tokens. From
+# there an exponential goes on as its tangent: a constant would have no slope,
+# and what is furthest off would be let go of.
 MAX_LOG_RATIO = 20.0
 
 
@@ -36,7 +37,8 @@ def group_advantages(
 ) -> Float[Array, "G"]:
   """Turns the rewards of one group into advantages.
 
-  With m the mean reward and s the population standard deviation:
+  With m the mean reward and s the sample standard deviation (over G - 1), as
+  TRL, verl and Tunix take it:
 
     std            (r - m) / (s + eps)      GRPO, arXiv:2402.03300
     none           r - m                    Dr. GRPO, arXiv:2503.20783
@@ -54,7 +56,8 @@ def group_advantages(
       the size of rounding from being blown up.
 
   Returns:
-    [G] advantages, float32 at least; those of "std" within +-sqrt(G - 1).
+    [G] advantages, float32 at least; those of "std" within
+    +-(G - 1) / sqrt(G), and 0 for a group of one.
 
   Raises:
     ValueError: for an unknown mode, and for "leave_one_out" with one member,
@@ -65,7 +68,8 @@ def group_advantages(
   size = rewards_G.shape[0]
   centred_G = rewards_G - rewards_G.mean()
   if mode == "std":
-    advantages_G = centred_G / (rewards_G.std() + eps)
+    ddof = min(size - 1, 1)  # one member's spread would be 0 / 0
+    advantages_G = centred_G / (rewards_G.std(ddof=ddof) + eps)
   elif mode == "none":
     advantages_G = centred_G
   else:
@@ -97,8 +101,9 @@ def importance_ratio(
   1 / length each, as GSPO derives it. Its clip range is in another unit than
   that of "token": GSPO uses 3e-4 and 4e-4.
 
-  We depart from both in bounding the exponent to +-`MAX_LOG_RATIO`, outside of
-  which the ratio is a constant.
+  We depart from both in that the exponential goes on as its tangent beyond
+  `MAX_LOG_RATIO`: the ratio stays finite and keeps a slope, so a token with a
+  negative advantage that has become too likely is still pushed down.
 
   Args:
     logprobs_GR: log-probabilities of the sampled tokens under the weights that
@@ -121,7 +126,7 @@ def importance_ratio(
   if level == "sequence":
     mean_G = log_ratio_GR.sum(axis=1) / _token_counts(mask_GR, dtype)
     log_ratio_GR = jnp.broadcast_to(mean_G[:, None], log_ratio_GR.shape)
-  return jnp.where(mask_GR, jnp.exp(_bounded(log_ratio_GR)), 0.0)
+  return jnp.where(mask_GR, _bounded_exp(log_ratio_GR), 0.0)
 
 
 def clipped_loss(
@@ -167,7 +172,9 @@ def k3_kl(
   Never negative, and unbiased when the tokens were sampled from the policy
   (http://joschu.net/blog/kl-approx.html). Its derivative is what GRPO uses as
   the penalty's gradient, eq. 4 of arXiv:2402.03300, and is not an unbiased
-  gradient of the divergence. The exponent is bounded to +-`MAX_LOG_RATIO`.
+  gradient of the divergence. The exponential alone is bounded: beyond d =
+  `MAX_LOG_RATIO` it goes on as its tangent. Where d is very negative nothing is
+  bounded, and the slope by `logprobs` is 1 as it should be.
 
   Args:
     logprobs: log-probabilities of sampled tokens under the policy, nats.
@@ -204,7 +211,7 @@ def truncated_importance_weight(
   """
   dtype = _at_least_float32(old_logprobs, sampling_logprobs)
   gap = old_logprobs.astype(dtype) - sampling_logprobs.astype(dtype)
-  return lax.stop_gradient(jnp.minimum(jnp.exp(gap), cap))
+  return lax.stop_gradient(jnp.minimum(_bounded_exp(gap), cap))
 
 
 def loss_denominator(
@@ -478,15 +485,21 @@ def _clean(x_GR: Array, mask_GR: Array, dtype: jnp.dtype) -> Array:
   return jnp.where(mask_GR, x_GR, 0.0).astype(dtype)
 
 
-def _bounded(log_ratio: Array) -> Array:
-  """Keeps an exponent where float32 can hold its exponential."""
-  return jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+def _bounded_exp(x: Array) -> Array:
+  """exp(x), and beyond MAX_LOG_RATIO its tangent there."""
+  return jnp.exp(jnp.minimum(x, MAX_LOG_RATIO)) + _tail(x, 0.0)
 
 
-def _k3(log_ratio: Array) -> Array:
-  """exp(d) - 1 - d; expm1 because d is near 0 where it matters."""
-  log_ratio = _bounded(log_ratio)
-  return jnp.expm1(log_ratio) - log_ratio
+def _k3(d: Array) -> Array:
+  """exp(d) - 1 - d with a bounded exponential; expm1, as d is mostly near 0."""
+  near = jnp.minimum(d, MAX_LOG_RATIO)
+  return jnp.expm1(near) - near + _tail(d, 1.0)
+
+
+def _tail(x: Array, less: float) -> Array:
+  """(exp(MAX_LOG_RATIO) - less) (x - MAX_LOG_RATIO) beyond it, 0 before."""
+  slope = math.exp(MAX_LOG_RATIO) - less
+  return slope * jnp.maximum(x - MAX_LOG_RATIO, 0.0)
 
 
 def _token_counts(mask_GR: Array, dtype: jnp.dtype) -> Array:

@@ -128,12 +128,17 @@ def loop_loss(objective, logprobs_GR, entropy_GR, group):
 
 class GroupAdvantagesTest(parameterized.TestCase):
   @parameterized.parameters(
-    ("std", [1.0, 0.0, 0.0, 1.0], [1.0, -1.0, -1.0, 1.0]),
+    # The sample's spread, over G - 1: sqrt(4 x 0.25 / 3) = 1 / sqrt(3).
+    ("std", [1.0, 0.0, 0.0, 1.0], [k * 0.75**0.5 for k in (1, -1, -1, 1)]),
+    ("std", [0.0, 2.0], [-(0.5**0.5), 0.5**0.5]),
+    ("std", [1.0, 2.0, 6.0], [k / 7**0.5 for k in (-2, -1, 3)]),
+    ("std", [3.0], [0.0]),
+    ("none", [3.0], [0.0]),
     ("none", [1.0, 0.0, 0.0, 1.0], [0.5, -0.5, -0.5, 0.5]),
     ("none", [1.0, 2.0, 6.0], [-2.0, -1.0, 3.0]),
     ("leave_one_out", [1.0, 2.0, 6.0], [-3.0, -1.5, 4.5]),
-    # Spread 0.6 sqrt(7) / 8: the outlier gets sqrt(7), its bound.
-    ("std", [0.35] * 7 + [0.95], [-1 / 7**0.5] * 7 + [7**0.5]),
+    # Spread 0.6 / sqrt(8): the outlier gets 7 / sqrt(8), its bound.
+    ("std", [0.35] * 7 + [0.95], [-1 / 8**0.5] * 7 + [7 / 8**0.5]),
   )
   def test_by_hand(self, mode, rewards, expected):
     got = objectives.group_advantages(jnp.asarray(rewards), mode)
@@ -153,12 +158,13 @@ class GroupAdvantagesTest(parameterized.TestCase):
       np.testing.assert_array_equal(got, np.zeros(size))
 
   @parameterized.parameters(2, 8)
-  def test_bounded_by_root_of_the_others(self, size):
+  def test_bounded_by_the_others_over_a_root(self, size):
     rewards = np.full(size, 0.1, np.float32)
     for top in (np.nextafter(np.float32(0.1), np.float32(1)), 0.2, 1e6):
       rewards[0] = top
       got = objectives.group_advantages(jnp.asarray(rewards))
-      self.assertLessEqual(np.abs(got).max(), (size - 1) ** 0.5 * 1.0001)
+      bound = (size - 1) / size**0.5
+      self.assertLessEqual(np.abs(got).max(), bound * 1.0001)
       self.assertGreater(np.abs(got).max(), 0)
 
   def test_member_order_does_not_matter(self):
@@ -264,6 +270,67 @@ class PiecesTest(parameterized.TestCase):
     """exp(d) - 1 - d in float32 would round d^2 / 2 = 5e-9 to 0 or 1e-7."""
     got = objectives.k3_kl(jnp.float32(0.0), jnp.float32(1e-4))
     np.testing.assert_allclose(got, 5e-9, rtol=0.01)
+
+  @parameterized.product(
+    gap=(-1e4, -60.0, -21.0, -5.0, 19.0, 21.0, 60.0, 1e4),
+    dtype=("float32", "float64"),
+  )
+  def test_far_gaps_keep_their_slope(self, gap, dtype):
+    """The exponential alone is bounded, by its tangent at 20."""
+    with jax.enable_x64(True):
+      zero, far = jnp.zeros((1, 1), dtype), jnp.asarray(gap, dtype)
+      power = math.exp(min(gap, 20))
+      beyond = math.exp(20) * max(gap - 20, 0)
+      kl = power + beyond - 1 - gap
+      slope = 1 - power  # by the policy's log-probability, which is -gap here
+      close = functools.partial(
+        np.testing.assert_allclose,
+        rtol=1e-6 if dtype == "float32" else 1e-13,
+      )
+      call = lambda now: objectives.k3_kl(now, zero[0, 0])
+      close(jax.value_and_grad(call)(-far), (kl, slope))
+      ones = jnp.ones((1, 1), bool)
+      for level in objectives.RATIO_LEVELS:
+        call = lambda now, level=level: objectives.importance_ratio(
+          zero + now, zero, ones, level
+        )[0, 0]
+        close(jax.value_and_grad(call)(far), (power + beyond, power))
+
+  @parameterized.parameters(*objectives.RATIO_LEVELS)
+  def test_nothing_is_let_go_of_however_far(self, level):
+    """A token that became too likely is pushed down, a lost one pulled back."""
+    mask_GR = np.ones((2, 3), bool)
+    group = make_group(mask_GR, advantages=[-1.0, -2.0])
+    objective = objectives.PolicyObjective(ratio_level=level, kl_coef=0.1)
+    entropy_GR = jnp.ones((2, 3))
+    for gap in (25.0, 300.0):
+      far = group.old_logprobs + gap
+      near_reference = group.replace(ref_logprobs=far)
+      loss, grad_GR, metrics = evaluate(
+        objective, far, entropy_GR, near_reference
+      )
+      self.assertTrue(np.isfinite(loss))
+      self.assertGreater(grad_GR.min(), 0)  # descent lowers them
+      np.testing.assert_allclose(metrics["kl_ref"], 0.0)
+      on_policy = group.replace(
+        old_logprobs=far, advantages=jnp.zeros(2), ref_logprobs=far - 2 * gap
+      )
+      loss, grad_GR, metrics = evaluate(objective, far, entropy_GR, on_policy)
+      np.testing.assert_allclose(grad_GR, 0.1 / 3, rtol=1e-6)
+      np.testing.assert_allclose(metrics["kl_ref"], 2 * gap - 1, rtol=1e-6)
+      lost = on_policy.replace(ref_logprobs=far + gap)
+      _, grad_GR, _ = evaluate(objective, far, entropy_GR, lost)
+      self.assertLess(grad_GR.max(), 0)  # descent raises them
+
+  def test_truncated_weight_of_policies_far_apart(self):
+    for cap in (3.0, math.inf):
+      got = objectives.truncated_importance_weight(
+        jnp.asarray([0.0, -1e4], jnp.float32),
+        jnp.asarray([-1e4, 0.0], jnp.float32),
+        cap,
+      )
+      self.assertTrue(np.isfinite(got).all())
+      self.assertEqual(got[1], 0)
 
   def test_truncated_weight_by_hand(self):
     old = jnp.log(jnp.asarray([0.5, 0.5, 0.5]))
