@@ -206,7 +206,9 @@ def build_run(values: Mapping[str, Any], report=lambda row: None) -> Run:
     raise ValueError(
       f"the tokenizer has {tokenizer.vocab_size} ids but "
       f"preset {values['preset']!r} has a vocabulary of "
-      f"{model.config.vocab_size}: use a preset with a larger one"
+      f"{model.config.vocab_size}: use a preset with a larger one, or take "
+      "tokens that the weights have no rows for out of the files beside "
+      "tokenizer.json"
     )
   corpus = (
     Corpus.standard_library()

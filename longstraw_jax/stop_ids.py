@@ -6,6 +6,8 @@ import os
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from longstraw_jax.json_files import read_object
 from longstraw_jax.tokenizer import Tokenizer
 from longstraw_jax.weights.gguf_files import GgufSource
@@ -63,13 +65,14 @@ def find_stop_ids(
   said.append(("stop_token_ids", "stop_token_ids", list(given)))
   for source, key, value in said:
     for i in value if isinstance(value, list) else [value]:
-      if type(i) is not int or not 0 <= i < size:
+      whole = isinstance(i, (int, np.integer)) and not isinstance(i, bool)
+      if not whole or not 0 <= i < size:
         raise ValueError(
           f"{key} is {value!r:.200}: {i!r:.40} is no id of a vocabulary of "
           f"{size}; use whole numbers below it"
         )
-      if source not in found.setdefault(i, []):
-        found[i].append(source)
+      if source not in found.setdefault(int(i), []):
+        found[int(i)].append(source)
   return tuple(
     StopId(i, tokenizer.decode([i], special=True), tuple(names))
     for i, names in found.items()

@@ -98,7 +98,7 @@ def read_side_files(folder: pathlib.Path) -> SideFiles:
     token = _added(file, f"token {i}", value)
     if token is None:
       raise ValueError(f"{str(file)!r}: token {i} has no content: add it")
-    if token.content in named:
+    if token.content in roles.values():
       token = dataclasses.replace(token, special=True)
     other = numbered.setdefault(i, (token, file))[0].content
     if other != token.content or ids.setdefault(token.content, i) != i:
@@ -151,9 +151,8 @@ def build_tokenizer(path: pathlib.Path, beside: SideFiles):
         f"{str(path)!r} has {made.id_to_token(i)!r} at id {i}, where "
         f"{name!r} should be: fetch it and the files beside it again"
       )
-  known = made.get_added_tokens_decoder().values()
-  special = {token.content for token in known if token.special}
-  _add(made, [t for t in beside.named if t.content not in special])
+  known = {t.content for t in made.get_added_tokens_decoder().values()}
+  _add(made, [t for t in beside.named if t.content not in known])
   return made
 
 

@@ -431,7 +431,10 @@ def _end_id(tokenizer, path: pathlib.Path, eos_token: str | None) -> int:
 
 
 def _as_ids(ids: Ids) -> np.ndarray:
-  ids = np.asarray(ids, np.int64).reshape(-1)
+  ids = np.asarray(ids).reshape(-1)
+  if ids.size and ids.dtype.kind not in "iu":
+    raise ValueError(f"token ids are {ids.dtype}: give whole numbers")
+  ids = ids.astype(np.int64)
   if ids.size and ids.min() < 0:
     raise ValueError(f"token id {ids.min()} is negative")
   return ids

@@ -80,9 +80,18 @@ class ByteTokenizerTest(parameterized.TestCase):
   def test_unknown_ids_do_not_vanish_from_an_answer(self):
     self.assertEqual(self.tokenizer.decode(np.array([300, 55])), "\ufffd7")
 
-  def test_refuses_negative_ids(self):
+  def test_refuses_what_is_no_id(self):
     with self.assertRaisesRegex(ValueError, "-1 is negative"):
       self.tokenizer.decode([55, -1])
+    with self.assertRaisesRegex(ValueError, "float64: give whole numbers"):
+      self.tokenizer.decode([55, 2.7])
+    self.assertEqual(self.tokenizer.decode([]), "")
+    self.assertEqual(self.tokenizer.decode([2**40, 55]), "\ufffd7")
+
+  def test_special_ids_show_where_text_is_judged(self):
+    eos, pad = self.tokenizer.eos_id, self.tokenizer.pad_id
+    got = self.tokenizer.decode([52, eos, 50, pad], special=True)
+    self.assertEqual(got, "4\ufffd2\ufffd")
 
 
 class JsonTokenizerTest(parameterized.TestCase):
@@ -399,6 +408,16 @@ class AddedTokensTest(parameterized.TestCase):
     )
     ids = made.encode("<|tool|>", special=True)
     self.assertEqual(ids.tolist(), [self.size])
+
+  def test_a_list_of_names_changes_no_flags(self):
+    """As transformers: a token that tokenizer.json has keeps its text."""
+    i = self.size
+    made = self._load(
+      tokenizer_config=self._config(
+        {str(i): added("<think>")}, additional_special_tokens=["<think>"]
+      )
+    )
+    self.assertEqual(made.decode([i]), "<think>")
 
   def test_roles(self):
     made = self._load(
