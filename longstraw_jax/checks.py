@@ -150,9 +150,26 @@ def check_responses(
     check_ids("responses", np.where(inside, values, 0), vocab_size)
 
 
+def check_temperature(temperature) -> None:
+  """Refuses temperatures that no policy can be divided by."""
+  if temperature is None:
+    return
+  if np.shape(temperature) != ():
+    raise ValueError(
+      f"temperature has shape {np.shape(temperature)}: give one number a group"
+    )
+  value = concrete(temperature)
+  if value is not None and not 0 < float(value) < np.inf:
+    raise ValueError(
+      f"temperature is {float(value)}: give a positive number, or None for 1 "
+      "(greedy responses are scored under the untempered policy)"
+    )
+
+
 def check_group(group, vocab_size: int, prompt_id) -> None:
   """Refuses malformed groups and groups made for another prompt."""
   check_responses(group.responses, group.lengths, group.loss_mask, vocab_size)
+  check_temperature(group.temperature)
   for name in ("advantages", "rewards"):
     shape = np.shape(getattr(group, name))
     if shape != np.shape(group.lengths):

@@ -173,7 +173,7 @@ def branch_gradient(
   """
   responses = jnp.asarray(group.responses, jnp.int32)
   lengths = jnp.asarray(group.lengths, jnp.int32)
-  members = (responses, lengths, group.choices)
+  members = (responses, lengths, group.choices, group.temperature)
   scores, changed = score_members(
     model, block_size, members_at_once, params, state, *members
   )

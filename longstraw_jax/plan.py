@@ -370,6 +370,7 @@ class _Shapes:
         responses,
         lengths,
         None,
+        None,
         dscores,
         config.page_grad_dtype,
       )

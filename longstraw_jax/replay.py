@@ -7,7 +7,11 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from longstraw_jax.checks import check_chunk_size, check_responses
+from longstraw_jax.checks import (
+  check_chunk_size,
+  check_responses,
+  check_temperature,
+)
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import (
   on_host,
@@ -36,6 +40,7 @@ def replay(
   block_size: int | None = None,
   members_at_once: int = 1,
   choices: Tree | None = None,
+  temperature: Float[Array, ""] | float | None = None,
 ) -> Float[Array, "G R"]:
   """log pi(responses[g, t] given prompt and responses[g, :t]), [G, R].
 
@@ -55,13 +60,15 @@ def replay(
     members_at_once: members replayed together, on every device that has
       members of its own; memory grows with it.
     choices: recorded ones to follow, see Group.choices.
+    temperature: scores the policy whose logits are divided by it, as
+      Group.temperature; None for 1.
 
   Returns:
     [G, R] in float32 or wider.
 
   Raises:
     ValueError: empty or over-long responses, bad sizes, ids outside the
-      vocabulary.
+      vocabulary, a temperature that is not positive.
   """
   return replay_scores(
     model,
@@ -72,6 +79,7 @@ def replay(
     block_size=block_size,
     members_at_once=members_at_once,
     choices=choices,
+    temperature=temperature,
   )[0]
 
 
@@ -85,10 +93,14 @@ def replay_scores(
   block_size: int | None = None,
   members_at_once: int = 1,
   choices: Tree | None = None,
+  temperature: Float[Array, ""] | float | None = None,
 ) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
   """`replay`, and the entropy of the distribution each token came from."""
   check_responses(responses, lengths, None, model.config.vocab_size)
   check_replay_sizes(block_size, members_at_once)
+  check_temperature(temperature)
+  if temperature is not None:
+    temperature = jnp.asarray(temperature, jnp.result_type(float))
   responses = jnp.asarray(responses, jnp.int32)
   lengths = jnp.asarray(lengths, jnp.int32)
   block_size = block_size or responses.shape[1]
@@ -101,6 +113,7 @@ def replay_scores(
     responses,
     lengths,
     choices,
+    temperature,
   )
 
 
@@ -137,6 +150,7 @@ def branch_job(
   lengths: Int[Array, "*M"],
   choices: Tree | None,
   block: int,
+  temperature: Float[Array, ""] | None = None,
 ) -> Job:
   """The walk over one member, or a batch: last prompt token first."""
   padding = -responses.shape[-1] % block
@@ -153,6 +167,7 @@ def branch_job(
       lambda x: jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, padding), (0, 0))),
       choices,
     ),
+    temperature=temperature,
     batched=responses.ndim == 2,
   )
 
@@ -190,6 +205,7 @@ def score_members(
   responses: Int[Array, "G R"],
   lengths: Int[Array, "G"],
   choices: Tree | None,
+  temperature: Float[Array, ""] | None,
 ) -> tuple[tuple[Float[Array, "G R"], Float[Array, "G R"]], Array | None]:
   """Scores every member without a graph.
 
@@ -200,7 +216,7 @@ def score_members(
   priors = prompt_pages(state, None)
 
   def batch(members):
-    job = branch_job(state, *members, block)
+    job = branch_job(state, *members, block, temperature)
     carry = entry_carry(state, job)
     walked = walk_forward(model, params, priors, carry, job, save_carries=False)
     return (walked.logprobs, walked.entropy), walked.changed
@@ -272,6 +288,7 @@ def replay_members(
   responses: Int[Array, "G R"],
   lengths: Int[Array, "G"],
   choices: Tree | None,
+  temperature: Float[Array, ""] | None,
   dscores: tuple[Float[Array, "G R"], Float[Array, "G R"]],
   page_grad_dtype=None,
 ) -> Gradients:
@@ -286,6 +303,7 @@ def replay_members(
     responses: token ids.
     lengths: real tokens of each member.
     choices: recorded ones to follow, or None.
+    temperature: that the logits are divided by, or None.
     dscores: cotangents of log-probabilities and entropy.
     page_grad_dtype: of the accumulator of the prompt's pages; None takes
       float32 or wider.
@@ -294,7 +312,7 @@ def replay_members(
 
   def one(sums, members):
     responses, lengths, choices, *dscores = members
-    job = branch_job(state, responses, lengths, choices, block)
+    job = branch_job(state, responses, lengths, choices, block, temperature)
     sums = replay_batch(model, params, state, job, tuple(dscores), sums)
     return sums, None
 
@@ -317,9 +335,17 @@ def zero_sums(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _replay(
-  model, block, members_at_once, params, state, responses, lengths, choices
+  model,
+  block,
+  members_at_once,
+  params,
+  state,
+  responses,
+  lengths,
+  choices,
+  temperature,
 ):
-  members = (responses, lengths, choices)
+  members = (responses, lengths, choices, temperature)
   return score_members(model, block, members_at_once, params, state, *members)[
     0
   ]
@@ -360,7 +386,8 @@ def _replay_bwd(model, block, members_at_once, residuals, cotangents):
       chunk_size=state.chunk_size,
       striping=state.striping,
     )
-  return Params(trainable=trainable, frozen=None), dstate, None, None, None
+  dparams = Params(trainable=trainable, frozen=None)
+  return dparams, dstate, None, None, None, None
 
 
 _replay.__wrapped__.defvjp(_replay_fwd, _replay_bwd)

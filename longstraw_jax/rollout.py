@@ -95,8 +95,10 @@ def rollout(
 
   Returns:
     A group whose rewards and advantages are missing (NaN). `old_logprobs` are
-    those of the untempered policy over the whole vocabulary,
-    `sampling_logprobs` those of the distribution sampled from.
+    those of the tempered policy over the whole vocabulary, which is the one
+    that is trained (Group.temperature); `sampling_logprobs` those of the
+    distribution sampled from. They differ where top_k or top_p cut it, and for
+    greedy responses.
 
   Raises:
     ValueError: sizes below 1, temperature below 0, top_p outside (0, 1], a stop
@@ -104,7 +106,7 @@ def rollout(
   """
   check_chunk_size("group_size", group_size)
   check_chunk_size("max_tokens", max_tokens)
-  if not temperature >= 0:
+  if not 0 <= temperature < float("inf"):
     raise ValueError(f"temperature is {temperature}: use 0 or more")
   if not 0 < top_p <= 1:
     raise ValueError(f"top_p is {top_p}: use a share in (0, 1]")
@@ -147,6 +149,8 @@ def _rollout(
   # Token t of every member has its rows on device t mod shards.
   shards = num_shards("rows")
   striping = Striping.of_mesh(chunk=shards)
+  temperature = sampling[0]
+  scored_temperature = None if temperature in (0, 1) else temperature
   keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
     jnp.arange(group_size)
   )
@@ -164,7 +168,10 @@ def _rollout(
     logits = model.logits(params, out.x_TD)[0]
     tempered = sampling_logits(logits, *sampling)
     sampled = jax.random.categorical(jax.random.fold_in(key, token), tempered)
-    scores = (jax.nn.log_softmax(x)[sampled] for x in (logits, tempered))
+    policy = logits
+    if scored_temperature is not None:
+      policy = logits / scored_temperature
+    scores = (jax.nn.log_softmax(x)[sampled] for x in (policy, tempered))
     rows = append_row(rows, out.rows, token, striping)
     choices = out.choices if record_choices else None
     return sampled, *scores, rows, out.carry, choices
@@ -230,4 +237,5 @@ def _rollout(
     sampling_logprobs=out.sampling_logprobs,
     prompt_id=state.prompt_id,
     choices=out.choices,
+    temperature=scored_temperature,
   )

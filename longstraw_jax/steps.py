@@ -137,6 +137,7 @@ def score_groups(
       block_size=engine.block_size,
       members_at_once=engine.members_at_once,
       choices=group.choices,
+      temperature=group.temperature,
     )[0]
 
   return per_prompt(one, engine.prompts_at_once, groups, states)

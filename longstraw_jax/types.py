@@ -48,7 +48,7 @@ class Group:
     rewards: one scalar a member.
     advantages: baseline-corrected rewards.
     old_logprobs: log-probabilities under the policy that the trust region is
-      centred on (untempered, full vocabulary).
+      centred on, tempered, over the full vocabulary.
     sampling_logprobs: log-probabilities under the distribution that was
       sampled from (temperature, top-k and top-p applied).
     ref_logprobs: log-probabilities under the frozen reference policy.
@@ -58,6 +58,10 @@ class Group:
     choices: discrete choices (experts, keys) that the sampler made for each
       token it fed, stage -> layer -> name -> [G, L, R, A], to be followed by
       scoring and replay; None lets these choose afresh.
+    temperature: the responses were sampled with. The policy that is scored and
+      trained, with its ratio, KL and entropy, is the tempered one: its logits
+      are divided by this. None for 1, and for greedy responses, of which the
+      untempered policy is scored.
   """
 
   responses: Int[Array, "G R"]
@@ -71,6 +75,7 @@ class Group:
   prompt_id: Int[Array, ""]
   loss_denominator: Float[Array, ""]
   choices: Tree | None = None
+  temperature: Float[Array, ""] | None = None
 
   @classmethod
   def create(cls, responses, lengths, **known) -> "Group":
@@ -107,5 +112,8 @@ class Group:
     wide = unknown.dtype
     fields["loss_denominator"] = jnp.asarray(fields["loss_denominator"], wide)
     choices = fields.pop("choices", None)
+    temperature = fields.pop("temperature", None)
+    if temperature is not None:
+      temperature = jnp.asarray(temperature, wide)
     fields = {name: jnp.asarray(x) for name, x in fields.items()}
-    return cls(**fields, choices=choices)
+    return cls(**fields, choices=choices, temperature=temperature)

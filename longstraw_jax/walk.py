@@ -63,6 +63,7 @@ class Job:
     striping: how devices share the sequence's own rows.
     choices: recorded choices to follow, stage -> layer -> name ->
       [*M, L, S, A]; None chooses afresh.
+    temperature: that the logits are divided by; None for 1.
     batched: whether there is a member axis.
     pages: where the sequence's own rows and saved carries are kept, "device"
       or "host".
@@ -75,6 +76,7 @@ class Job:
   block: int = struct.field(pytree_node=False)
   striping: Striping | None = struct.field(pytree_node=False, default=None)
   choices: Tree | None = None
+  temperature: Float[Array, ""] | None = None
   batched: bool = struct.field(pytree_node=False, default=False)
   pages: str = struct.field(pytree_node=False, default="device")
 
@@ -170,6 +172,7 @@ def _one_block(
   choices,
   span,
   member,
+  temperature,
 ):
   """One block of one member: outputs, taps of priors and of its own pages.
 
@@ -185,7 +188,7 @@ def _one_block(
   if targets is None:
     scores = (jnp.zeros(0),) * 2
   else:
-    scores = model.logprobs(params, out.x_TD, targets)
+    scores = model.logprobs(params, out.x_TD, targets, temperature)
     scores = tuple(jnp.where(span.mask, x, 0.0) for x in scores)
   outputs = Outputs(*scores, rows=out.rows, carry=out.carry)
   number = len(priors)
@@ -225,6 +228,7 @@ def _block(
         0,
         Span(positions=None, length=0),
         0,
+        None,
       ),
       out_axes=(0, None, 0, 0),
     )
@@ -235,7 +239,16 @@ def _block(
   )
   tokens = cut(job.tokens)
   return call(
-    params, carry, own, priors, tokens, targets, choices, span, member
+    params,
+    carry,
+    own,
+    priors,
+    tokens,
+    targets,
+    choices,
+    span,
+    member,
+    job.temperature,
   )
 
 

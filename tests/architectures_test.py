@@ -26,7 +26,7 @@ PROMPT = make_prompt(LENGTH)
 # One repeat of each pattern: IndexShare groups span chunks, the selection is
 # far below the prompt, both routers choose.
 DEFAULT = (
-  ("tiny-moe", "full", {}),
+  ("tiny-moe", "full", {"temperature": 0.6}),
   ("tiny-glm", "full", {}),
   ("tiny-glm", "tail", {"members_at_once": 2, "block_size": 3}),
 )
@@ -40,27 +40,27 @@ SLOW = tuple(
 
 
 @functools.cache
-def oracle(name: str, scope: str):
+def oracle(name: str, scope: str, temperature: float | None = None):
   model, params = build(name)
   boundary = constant_tokens(scope, LENGTH, CHUNK, 2)
   return bounded_gradient(
     model,
     params,
     jnp.asarray(PROMPT),
-    make_group(ROOM),
+    make_group(ROOM, temperature=temperature),
     OBJECTIVE,
     jnp.int32(LENGTH),
     jnp.int32(boundary),
   )[:2]
 
 
-def ours(name, scope, dtype, options):
+def ours(name, scope, dtype, temperature=None, **options):
   model, params = build(name, dtype)
   return group_gradient(
     model,
     params,
     PROMPT,
-    make_group(ROOM),
+    make_group(ROOM, temperature=temperature),
     OBJECTIVE,
     chunk_size=CHUNK,
     grad_scope=scope,
@@ -71,8 +71,8 @@ def ours(name, scope, dtype, options):
 
 def check(name, scope, options, dtype="float64") -> None:
   """One gradient against its oracle; no leaf is zero."""
-  expected_loss, expected = oracle(name, scope)
-  loss, grads = ours(name, scope, dtype, options)
+  expected_loss, expected = oracle(name, scope, options.get("temperature"))
+  loss, grads = ours(name, scope, dtype, **options)
   tolerance = TOLERANCE[dtype]
   np.testing.assert_allclose(loss, expected_loss, tolerance, tolerance)
   assert_gradients_close(grads, expected, tolerance)

@@ -39,6 +39,32 @@ class LogprobsTest(parameterized.TestCase):
       entropy, -(p * np.log(p)).sum(-1), atol=tolerance
     )
 
+  @parameterized.parameters(0.6, 2.5)
+  def test_a_temperature_divides_the_logits(self, temperature):
+    """By plain autodiff of the formula, values and gradients."""
+    hidden, head, targets = arrays(7)
+    cotangents = tuple(np.random.default_rng(1).normal(size=(2, 7)))
+
+    def formula(hidden, head):
+      logp = jax.nn.log_softmax(hidden @ head / temperature)
+      entropy = -(jnp.exp(logp) * logp).sum(-1)
+      return logp[jnp.arange(7), targets], entropy
+
+    def ours(hidden, head):
+      given = jnp.asarray(temperature)
+      return token_logprobs(hidden, head, targets, 4, given)
+
+    for got, wanted in zip(
+      *(
+        jax.tree.leaves(
+          (call(hidden, head), jax.vjp(call, hidden, head)[1](cotangents))
+        )
+        for call in (ours, formula)
+      ),
+      strict=True,
+    ):
+      np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-12)
+
   @parameterized.product(
     tokens=(1, 4, 7, 8, 9),  # fault 31: not a multiple of the block
     dtype=("float64", "float32"),

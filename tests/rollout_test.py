@@ -58,14 +58,40 @@ class SamplingLogitsTest(parameterized.TestCase):
 
 class RolloutTest(parameterized.TestCase):
   def test_old_logprobs_equal_replay_and_the_conventional_pass(self):
-    group = _rollout(temperature=0.7, top_k=20, top_p=0.9)
+    group = _rollout(top_k=20, top_p=0.9)
     replayed = replay(MODEL, PARAMS, STATE, group.responses, group.lengths)
     np.testing.assert_allclose(group.old_logprobs, replayed, atol=1e-12)
     row = jnp.concatenate([PROMPT, group.responses[1]])
     conventional = sequence_logprobs(MODEL, PARAMS, row)[len(PROMPT) - 1 :]
     np.testing.assert_allclose(group.old_logprobs[1], conventional, atol=1e-12)
 
-  def test_labels_differ_unless_untempered(self):
+  @parameterized.parameters(0.6, 1.7)
+  def test_the_tempered_policy_is_what_is_scored(self, temperature):
+    """Nothing but the top_k and top_p cut tells it from what was sampled."""
+    group = _rollout(temperature=temperature)
+    self.assertAlmostEqual(float(group.temperature), temperature)
+    np.testing.assert_array_equal(group.old_logprobs, group.sampling_logprobs)
+    args = (MODEL, PARAMS, STATE, group.responses, group.lengths)
+    replayed = replay(*args, temperature=group.temperature)
+    np.testing.assert_allclose(group.old_logprobs, replayed, atol=1e-12)
+    plain = replay(*args)
+    self.assertGreater(float(jnp.abs(plain - replayed).max()), 0.1)
+
+  @parameterized.parameters(0.0, 1.0)
+  def test_greedy_and_plain_responses_have_no_temperature(self, temperature):
+    group = _rollout(temperature=temperature)
+    self.assertIsNone(group.temperature)
+    args = (MODEL, PARAMS, STATE, group.responses, group.lengths)
+    np.testing.assert_allclose(group.old_logprobs, replay(*args), atol=1e-12)
+
+  @parameterized.parameters(0.0, -1.0, float("nan"), float("inf"))
+  def test_temperatures_that_divide_nothing(self, temperature):
+    group = _rollout()
+    args = (MODEL, PARAMS, STATE, group.responses, group.lengths)
+    with self.assertRaisesRegex(ValueError, "temperature is"):
+      replay(*args, temperature=temperature)
+
+  def test_labels_differ_where_the_distribution_was_cut(self):
     plain = _rollout()
     np.testing.assert_allclose(plain.old_logprobs, plain.sampling_logprobs)
     cold = _rollout(temperature=0.6, top_p=0.9, top_k=20)

@@ -53,7 +53,7 @@ def build(
   return model, jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def make_group(room: int, lengths: tuple[int, ...] = (4, 2)) -> Group:
+def make_group(room: int, lengths: tuple[int, ...] = (4, 2), **known) -> Group:
   """A member that fills the room and others, off policy."""
   random, number = np.random.default_rng(2), 1 + len(lengths)
   near = lambda: jnp.asarray(-4 + random.normal(size=(number, room)))
@@ -65,4 +65,5 @@ def make_group(room: int, lengths: tuple[int, ...] = (4, 2)) -> Group:
     old_logprobs=near(),
     ref_logprobs=near(),
     sampling_logprobs=near(),
+    **known,
   )

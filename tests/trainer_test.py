@@ -91,6 +91,18 @@ class StepTest(parameterized.TestCase):
     self.assertEqual(int(learner.step), 1)
     self.assertGreater(_distance(learner.params, PARAMS), 1e-3)
 
+  @parameterized.parameters(0.5, 2.0)
+  def test_the_first_update_is_on_policy_at_any_temperature(self, temperature):
+    """Sampler, old scores, replay and reference: one tempered policy."""
+    sampling = dataclasses.replace(BASE.sampling, temperature=temperature)
+    _, row = _step(
+      _trainer(sampling=sampling, objective=PolicyObjective(kl_coef=0.1)),
+      PARAMS,
+    )
+    self.assertLess(row["ratio_deviation_max"], 1e-6)
+    self.assertLess(row["mismatch_max"], 1e-4)
+    self.assertLess(row["kl_ref"], 1e-6)
+
   def test_later_updates_leave_the_trust_region(self):
     learner, row = _step(_trainer(updates_per_rollout=4))
     self.assertGreater(row["clip_share"], 0)

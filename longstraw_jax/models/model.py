@@ -444,11 +444,16 @@ class Model:
     params: Params,
     hidden_TD: Float[Array, "T D"],
     targets: Int[Array, "T"],
+    temperature: Float[Array, ""] | None = None,
   ) -> tuple[Float[Array, "T"], Float[Array, "T"]]:
-    """Log-probability of each target and entropy of its distribution."""
+    """Log-probability of each target and entropy of its distribution.
+
+    Of the policy whose logits are divided by a temperature; None divides by
+    nothing.
+    """
     head = self._head(params, hidden_TD.dtype)
     block = self.config.logprob_block
-    return token_logprobs(hidden_TD, head, targets, block)
+    return token_logprobs(hidden_TD, head, targets, block, temperature)
 
   def logits(
     self, params: Params, hidden_TD: Float[Array, "T D"]

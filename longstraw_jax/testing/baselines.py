@@ -198,7 +198,7 @@ def bounded_scores(
     real = length + response_length - 1 - first
     span = Span(positions=first + slots, length=real)
     out = model.hidden(params, rest, span, segments, carry)
-    scores = model.logprobs(params, out.x_TD, targets)
+    scores = model.logprobs(params, out.x_TD, targets, group.temperature)
     mask = jnp.arange(response_room) < response_length
     cut = lambda x: lax.dynamic_slice_in_dim(
       x, length - 1 - first, response_room
