@@ -1,6 +1,7 @@
 """What a script's policy flags give: random weights, checkpoints, adapters."""
 
 import importlib.util
+import json
 import pathlib
 import tempfile
 from unittest import mock
@@ -12,6 +13,7 @@ import numpy as np
 
 from experiments import policies
 from longstraw_jax import Model, Nf4
+from tests.tokenizer_test import write_tokenizer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 VALUES = {
@@ -72,6 +74,24 @@ class PoliciesTest(parameterized.TestCase):
   def test_refused(self, changes, message):
     with self.assertRaisesRegex(ValueError, message):
       build(**changes).initial_params(0)
+
+  def test_flags_of_outside_files(self):
+    """Unknown keys passed over, begin tokens left off, as the flags say."""
+    with tempfile.TemporaryDirectory() as name:
+      folder = pathlib.Path(name)
+      for file in (GOLDEN / "qwen2").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+      values = json.loads((folder / "config.json").read_text())
+      (folder / "config.json").write_text(json.dumps(values | {"some_key": 2}))
+      path = write_tokenizer(folder)
+      with self.assertRaisesRegex(ValueError, "some_key is 2.*--ignore_keys"):
+        build(preset=str(folder))
+      policy = build(preset=str(folder), ignore_keys=["some_key"])
+      self.assertEqual(policy.checkpoint, folder)
+      self.assertEqual(policy.tokenizer.begin_ids, (0,))
+      plain = build(tokenizer=str(path), begin_token=False).tokenizer
+      self.assertEqual(plain.begin_ids, ())
+      self.assertIsNone(build().checkpoint)
 
   def test_smollm2_is_a_file_of_its_package(self):
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
