@@ -136,6 +136,60 @@ class RoundTripTest(parameterized.TestCase):
     down = tensors[f"{moe}experts.0.down_proj.weight"]
     self.assertEqual(down.dtype, jnp.bfloat16)
 
+  @parameterized.product(
+    name=["qwen_dense", "qwen_moe"], dtype=[jnp.float32, jnp.float64]
+  )
+  def test_precise_parameters_are_not_rounded(self, name, dtype):
+    """Into a narrow file and out of it, and again: the same bits."""
+    source, first, second = files.FOLDER / name, *map(make_folder, [self] * 2)
+    model, params = load_pretrained(source)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    save_pretrained(first, model, params, param_dtype="bfloat16")
+    theirs, ours = SafetensorsSource(source), SafetensorsSource(first)
+    found = set()
+    for tensor, info in ours.tensors.items():
+      wanted = theirs.read(tensor)
+      end = tensor.partition("linear_attn.")[2]
+      if end in ("A_log", "dt_bias", "norm.weight"):
+        found.add(end)
+      else:
+        wanted = wanted.astype(ml_dtypes.bfloat16)
+      self.assertEqual(info.dtype, wanted.dtype, tensor)
+      self.assertEqual(ours.read(tensor).tobytes(), wanted.tobytes(), tensor)
+    self.assertLen(found, 3)
+    model, params = load_pretrained(first, param_dtype="bfloat16")
+    save_pretrained(second, model, params, param_dtype="bfloat16")
+    assert_same_tensors(second, first)
+
+  def test_precise_parameters_that_are_named(self):
+    folder = make_folder(self)
+    model, params = load_pretrained(files.FOLDER / "qwen_dense")
+    named = {"": "bfloat16", "A_log": "bfloat16", "norm/weight": "float64"}
+    save_pretrained(folder, model, params, param_dtype=named)
+    dtypes = {
+      name.partition("layers.0.linear_attn.")[2]: info.dtype
+      for name, info in SafetensorsSource(folder).tensors.items()
+    }
+    self.assertEqual(dtypes["A_log"], jnp.bfloat16)
+    self.assertEqual(dtypes["dt_bias"], jnp.float32)
+    self.assertEqual(dtypes["norm.weight"], jnp.float64)
+    config = json.loads((folder / "config.json").read_text())
+    self.assertEqual(config["dtype"], "bfloat16")
+
+  def test_a_file_in_bfloat16_throughout(self):
+    """Nothing is widened that was published narrow."""
+    start, folder = make_folder(self), make_folder(self)
+    arrays = {
+      name: x.astype(ml_dtypes.bfloat16)
+      for name, x in files.tensors(files.FOLDER / "qwen_dense").items()
+    }
+    write_safetensors(start, files.items(arrays))
+    config = (files.FOLDER / "qwen_dense" / "config.json").read_text()
+    config = json.loads(config) | {"dtype": "bfloat16"}
+    (start / "config.json").write_text(json.dumps(config))
+    save_pretrained(folder, *load_pretrained(start))
+    assert_same_tensors(folder, start)
+
 
 class RefusedTest(parameterized.TestCase):
   def setUp(self):

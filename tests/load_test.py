@@ -10,6 +10,7 @@ from unittest import mock
 import weakref
 
 from absl.testing import absltest, parameterized
+from flax import traverse_util
 import gguf
 import jax
 import jax.numpy as jnp
@@ -200,6 +201,54 @@ class DtypeTest(parameterized.TestCase):
     self.assertEqual(ffn["router"]["kernel"].dtype, router)
     self.assertEqual(ffn["correction_bias"].dtype, router)
     self.assertEqual(ffn["experts_down"].dtype, jnp.dtype(dtype))
+
+  @parameterized.parameters("qwen_dense", "qwen_moe")
+  def test_precise_parameters_are_not_rounded(self, name):
+    """Decay rates and the gated norm, which the file has in float32."""
+    _, want = load_pretrained(files.FOLDER / name)
+    model, params = load_pretrained(
+      files.FOLDER / name, dtype="float32", param_dtype="bfloat16"
+    )
+    self.assertEqual(model.config.param_dtype, "bfloat16")
+    got = traverse_util.flatten_dict(params.merged(), sep="/")
+    precise = ("mixer/A_log", "mixer/dt_bias", "mixer/norm/weight")
+    found = set()
+    for path, leaf in traverse_util.flatten_dict(
+      want.merged(), sep="/"
+    ).items():
+      if path.endswith(precise):
+        found.add(path.partition("mixer")[2])
+        leaf = np.asarray(leaf, np.float32)
+      else:
+        leaf = np.asarray(leaf.astype(jnp.bfloat16))
+      self.assertEqual(got[path].dtype, leaf.dtype, path)
+      np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+    self.assertLen(found, 3)
+
+  def test_precise_parameters_that_are_named(self):
+    """Or that a file has rounded already, as Qwen3.6's."""
+    source = files.FOLDER / "qwen_dense"
+    load = lambda named, source=source: load_pretrained(
+      source, dtype="float32", param_dtype=named
+    )[1].merged()["stage_0"]["layer_0"]["mixer"]
+    mixer = load({"": "bfloat16", "mixer/A_log": "bfloat16"})
+    self.assertEqual(mixer["A_log"].dtype, jnp.bfloat16)
+    self.assertEqual(mixer["dt_bias"].dtype, jnp.float32)
+    self.assertEqual(mixer["conv"].dtype, jnp.bfloat16)
+    mixer = load({"A_log": "bfloat16"})
+    self.assertEqual(mixer["A_log"].dtype, jnp.bfloat16)
+    self.assertEqual(mixer["conv"].dtype, jnp.float32)
+    with self.assertRaisesRegex(ValueError, "param_dtype names 'A_lag'"):
+      load({"": "bfloat16", "A_lag": "bfloat16"})
+    narrow = lambda arrays: {
+      name: x.astype(ml_dtypes.bfloat16) for name, x in arrays.items()
+    }
+    folder = write_checkpoint(
+      make_folder(self), "qwen_dense", narrow, dtype="bfloat16"
+    )
+    for named in (None, "bfloat16"):
+      self.assertEqual(load(named, folder)["A_log"].dtype, jnp.bfloat16)
+    self.assertEqual(load("float32", folder)["A_log"].dtype, jnp.float32)
 
   def test_a_narrow_router_is_widened(self):
     folder = make_folder(self)

@@ -15,9 +15,10 @@ parameters of experts, `stacked`, that it gives to expert_mlp as they come: they
 are a StackedLayer where they are frozen, Shared where members of one loss do
 share them.
 
-Either may name, as class attributes, `constants`: parameters by the start of
-their path that no gradient reaches and no optimizer may touch; and a mixer
-`constant_rows`: rows that no gradient flows into.
+Either may name, as class attributes, parameters by the start of their path:
+`constants`, that no gradient reaches and no optimizer may touch; and `precise`,
+that stay float32 where a file has them so, whatever dtype the others are asked
+to be in. A mixer may name `constant_rows`: rows that no gradient flows into.
 
 On a mesh reads of pages find their owners by themselves. A mixer may say how
 its other arrays are shared out, `constrain(x, None, "heads", None)`, with the

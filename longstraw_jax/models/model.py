@@ -112,11 +112,11 @@ class Block(nn.Module):
     return tuple(("ffn", name) for name in getattr(self.ffn, "stacked", ()))
 
   @nn.nowrap
-  def is_constant(self, path: str) -> bool:
-    """Whether the parameter at path a/b/c is one that never learns."""
+  def names(self, attribute: str, path: str) -> bool:
+    """Whether a module's `attribute` names the parameter at path a/b/c."""
     part, _, rest = path.partition("/")
     module = {"mixer": self.mixer, "ffn": self.ffn}.get(part)
-    return rest.startswith(tuple(getattr(module, "constants", ())))
+    return rest.startswith(tuple(getattr(module, attribute, ())))
 
 
 def make_block(config: ModelConfig, spec: LayerSpec) -> Block:
@@ -253,16 +253,20 @@ class Model:
         module calls constant never do.
     """
     return split_params(
-      tree, lambda path: trainable(path) and not self._is_constant(path)
+      tree, lambda path: trainable(path) and not self._names("constants", path)
     )
 
-  def _is_constant(self, path: str) -> bool:
+  def is_precise(self, path: str) -> bool:
+    """Whether a module asks that the parameter at path a/b/c not be rounded."""
+    return self._names("precise", path)
+
+  def _names(self, attribute: str, path: str) -> bool:
     stage, _, rest = path.partition("/")
     layer, _, rest = rest.partition("/")
     if not layer:
       return False
     at = lambda name: int(name.rpartition("_")[2])
-    return self.blocks[at(stage)][at(layer)].is_constant(rest)
+    return self.blocks[at(stage)][at(layer)].names(attribute, rest)
 
   def _shapes(self, block: Block, tokens: int):
     return block.mixer.state_shapes(tokens, self.config.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longstraw_jax.models.model import Model, Params
+from longstraw_jax.weights.dtypes import parameter_dtypes
 from longstraw_jax.weights.families import config_to_hf
 from longstraw_jax.weights.load import CONFIG_NAME, read_config
 from longstraw_jax.weights.names import TRUNKS, hf_naming
@@ -57,8 +58,8 @@ def save_pretrained(
       as published Qwen3.5/3.6 files are (without their vision tower). A class
       of the whole then finds the text's weights; the text-only class loads
       either form.
-    param_dtype: dtype to store; None stores each parameter's own. Parameters
-      that the model holds in float32 whatever the rest is stay so.
+    param_dtype: dtype to store, as in load_pretrained; None stores each
+      parameter's own.
     source_config: the config.json of the checkpoint that the model came from,
       or its path or folder: other keys are taken from there.
     max_shard_bytes: most tensor data of a file.
@@ -83,9 +84,11 @@ def save_pretrained(
     source_config = read_config(source_config)
   leaves = traverse_util.flatten_dict(params.merged(), sep="/")
   shapes = _checked_shapes(model, leaves)
-  dtypes = _stored_dtypes(leaves, shapes, param_dtype)
-  main = dtypes["embed"] if param_dtype is None else param_dtype
-  config = dataclasses.replace(model.config, param_dtype=jnp.dtype(main).name)
+  own = {path: leaf.dtype for path, leaf in leaves.items()}
+  dtypes = parameter_dtypes(model, shapes, own, param_dtype)
+  config = dataclasses.replace(
+    model.config, param_dtype=jnp.dtype(dtypes["embed"]).name
+  )
   values = config_to_hf(config, source_config, wrapped=wrapped)
   naming = hf_naming(TRUNKS[wrapped])
   slots = tensor_slots(config, shapes, naming, lambda _: layout == "stacked")
@@ -120,20 +123,6 @@ def _checked_shapes(
       "weights first): " + "; ".join(lines)
     )
   return shapes
-
-
-def _stored_dtypes(
-  leaves: Mapping[str, Any],
-  shapes: Mapping[str, jax.ShapeDtypeStruct],
-  wanted: Any,
-) -> dict[str, np.dtype]:
-  dtypes = {}
-  for path, leaf in leaves.items():
-    dtype = leaf.dtype if wanted is None else jnp.dtype(wanted)
-    if shapes[path].dtype != jnp.bfloat16:
-      dtype = jnp.promote_types(dtype, shapes[path].dtype)
-    dtypes[path] = np.dtype(dtype)
-  return dtypes
 
 
 def _items(

@@ -19,7 +19,7 @@ from longstraw_jax.checks import listed
 from longstraw_jax.config import ModelConfig
 from longstraw_jax.json_files import read_object
 from longstraw_jax.models.model import Model, Params
-from longstraw_jax.ops.precision import wide_dtype
+from longstraw_jax.weights.dtypes import parameter_dtypes
 from longstraw_jax.weights.families import config_from_hf
 from longstraw_jax.weights.families.gguf import ROPE_FACTORS, gguf_config
 from longstraw_jax.weights.families.hf_config import family_of, stored_dtype
@@ -154,7 +154,11 @@ def load_pretrained(
       architecture llama, qwen2 or qwen3, which is dequantized.
     dtype: of activations and pages; None takes the checkpoint's.
     param_dtype: of the parameters; None keeps each tensor's own. Parameters
-      that a model holds in float32 whatever the rest is are that or wider.
+      that a model holds in float32 whatever the rest is are that or wider, and
+      those that its modules call precise (decay rates and the gated norm of
+      the delta rule) are not rounded where the file has them in float32. A
+      mapping from ends of paths to dtypes rounds these too, if it names them:
+      {"": "bfloat16", "A_log": "bfloat16"}.
     trainable: which parameters learn, as in `Model.split`.
     sharding: where a parameter of a path a/b/c and shape is put; None leaves
       it to JAX.
@@ -188,7 +192,7 @@ def load_pretrained(
   naming = checkpoint.make_naming(config)
   slots = tensor_slots(config, shapes, naming, source.tensors.__contains__)
   _check(source, slots, checkpoint.ignored, naming, config.tie_embeddings)
-  dtypes = _leaf_dtypes(source, slots, shapes, param_dtype)
+  dtypes = _leaf_dtypes(Model(config), source, slots, shapes, param_dtype)
   stored = _most_common(dtypes, shapes)
   if dtype is None:
     dtype = checkpoint.dtype or stored
@@ -226,20 +230,19 @@ def _load(
 
 
 def _leaf_dtypes(
+  model: Model,
   source: TensorSource,
   slots: list[Slot],
   shapes: Mapping[str, jax.ShapeDtypeStruct],
   wanted: Any,
 ) -> dict[str, np.dtype]:
-  """The dtype of every parameter: wanted, or the widest of its tensors."""
-  dtypes: dict[str, np.dtype] = {}
+  """The dtype of every parameter; its own is the widest of its tensors."""
+  own: dict[str, np.dtype] = {}
   for slot in slots:
-    dtype = source.tensors[slot.tensor].dtype if wanted is None else wanted
-    dtype = jnp.dtype(dtype)
-    dtypes[slot.leaf] = jnp.promote_types(dtype, dtypes.get(slot.leaf, dtype))
+    dtype = source.tensors[slot.tensor].dtype
+    own[slot.leaf] = jnp.promote_types(dtype, own.get(slot.leaf, dtype))
+  dtypes = parameter_dtypes(model, shapes, own, wanted)
   for path, dtype in dtypes.items():
-    if shapes[path].dtype != jnp.bfloat16:  # wide although the model is narrow
-      dtypes[path] = wide_dtype(dtype)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
       raise ValueError(
         f"parameter {path!r} would be {dtype}, which JAX has switched off: set "
