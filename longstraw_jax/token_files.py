@@ -8,6 +8,7 @@ other, no tokenizer is made.
 
 from collections.abc import Iterable, Mapping
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -154,6 +155,25 @@ def build_tokenizer(path: pathlib.Path, beside: SideFiles):
   known = {t.content for t in made.get_added_tokens_decoder().values()}
   _add(made, [t for t in beside.named if t.content not in known])
   return made
+
+
+def ids_in_front(tokenizer) -> list[int]:
+  """The ids that a tokenizer's post-processor puts in front of every text."""
+  if tokenizer.post_processor is None:
+    return []
+  # Some text that has ids: not every vocabulary has every letter.
+  for text in itertools.chain("a0.", tokenizer.get_vocab()):
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    if plain.ids:
+      break
+  else:
+    return []
+  whole = tokenizer.post_process(plain)
+  front = itertools.takewhile(
+    lambda pair: pair[1],
+    zip(whole.ids, whole.special_tokens_mask, strict=True),
+  )
+  return [i for i, _ in front]
 
 
 def _parsed(path: pathlib.Path, text: str):

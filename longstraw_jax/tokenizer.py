@@ -7,7 +7,6 @@ decoded is never encoded again, because many id sequences share one text.
 from collections.abc import Iterable, Sequence
 import copy
 import functools
-import itertools
 import os
 import pathlib
 from typing import Protocol, runtime_checkable
@@ -15,7 +14,12 @@ from typing import Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from longstraw_jax.token_files import MAX_ID, build_tokenizer, read_side_files
+from longstraw_jax.token_files import (
+  MAX_ID,
+  build_tokenizer,
+  ids_in_front,
+  read_side_files,
+)
 
 Ids = Sequence[int] | np.ndarray | jax.Array
 
@@ -164,7 +168,7 @@ class LibraryTokenizer:
     self.eos_id = eos_id
     self.pad_id = eos_id if pad_id is None else pad_id
     if begin_ids is None:
-      begin_ids = _post_processed(tokenizer)
+      begin_ids = ids_in_front(tokenizer)
     self.begin_ids = tuple(begin_ids)
     names = [tokenizer.id_to_token(i) for i in self.begin_ids]
     if None in names:
@@ -393,25 +397,6 @@ def _import_tokenizers():
       "reading a tokenizer file needs: pip install tokenizers"
     ) from error
   return tokenizers
-
-
-def _post_processed(tokenizer) -> list[int]:
-  """The ids that a tokenizer's post-processor puts in front of every text."""
-  if tokenizer.post_processor is None:
-    return []
-  # Some text that has ids: not every vocabulary has every letter.
-  for text in itertools.chain("a0.", tokenizer.get_vocab()):
-    plain = tokenizer.encode(text, add_special_tokens=False)
-    if plain.ids:
-      break
-  else:
-    return []
-  whole = tokenizer.post_process(plain)
-  front = itertools.takewhile(
-    lambda pair: pair[1],
-    zip(whole.ids, whole.special_tokens_mask, strict=True),
-  )
-  return [i for i, _ in front]
 
 
 def _first_id(tokenizer, names: Iterable[str]) -> int | None:
