@@ -10,7 +10,7 @@ from typing import Any
 from absl import logging
 
 from longstraw_jax.checkpoint import CheckpointError
-from longstraw_jax.disk import DiskError
+from longstraw_jax.disk import DiskError, writing
 from longstraw_jax.distributed import PeerError
 from longstraw_jax.finite import NonFiniteError
 from longstraw_jax.interrupts import Interrupted
@@ -35,10 +35,20 @@ class RowWriter:
     Args:
       out: directory of the experiment.
       **common: what stands in every row, such as preset and dtype.
+
+    Raises:
+      ValueError: a training run lives there, whose rows these would replace.
+      DiskError: it could not be written.
     """
     out = pathlib.Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    self._file = (out / "rows.jsonl").open("w")
+    if (out / "checkpoints").exists():
+      raise ValueError(
+        f"out={str(out)!r} holds a training run: give another directory"
+      )
+    self._path = out / "rows.jsonl"
+    with writing(self._path):
+      out.mkdir(parents=True, exist_ok=True)
+      self._file = self._path.open("w")
     self._common = (
       common
       | {"device": device_name()}
@@ -49,8 +59,9 @@ class RowWriter:
   def write(self, **row: Any) -> dict[str, Any]:
     """Adds one row and returns it."""
     row = {k: plain(v) for k, v in (self._common | row).items()}
-    self._file.write(json.dumps(row) + "\n")
-    self._file.flush()
+    with writing(self._path):
+      self._file.write(json.dumps(row) + "\n")
+      self._file.flush()
     self.rows.append(row)
     return row
 

@@ -13,6 +13,10 @@ Expected result: held-out reward near 0.17 when GRPO starts (chance 0.125),
 With a checkpoint, such as --preset=smollm2-135m (make smollm2), the claim is a
   gain of 0.2 or more over 128 or more paired held-out prompts whose lower 95 %
   bound is above 0. Expected: 0.33 to 1.00 at 4,096 tokens; over an hour of CPU.
+
+Ends with 0 if the claim held, 1 if not, 2 and one line for what is refused or
+  failed, 75 if SIGTERM, SIGINT or SIGHUP stopped it. Every step that was done
+  is saved before; a second signal ends it at once.
 """
 
 from absl import app, flags

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import pathlib
@@ -91,16 +92,19 @@ class MetricLog:
 
     Raises:
       DiskError: a file could not be written; the rows are as they were.
-      ValueError: wandb is asked for and not installed.
     """
     self.path = pathlib.Path(directory) / ROWS
-    self._wandb = _wandb_run(wandb_project, directory)
     kept = [row for row in read_rows(self.path) if row["step"] < first_step]
     lines = "".join(json.dumps(row) + "\n" for row in kept)
     write_whole(self.path, lines.encode())
     self._board = _Board(self.path.parent / "tensorboard", first_step)
     with writing(self.path):
       self._file = self.path.open("a")
+    self._wandb = None
+    if wandb_project:
+      import wandb  # optional: only who asks for it needs it
+
+      self._wandb = wandb.init(project=wandb_project, dir=str(directory))
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Writes one row; `step` says where it stands.
@@ -164,17 +168,12 @@ class _Board:
     self._records.close()
 
 
-def _wandb_run(project: str | None, directory: str | pathlib.Path):
-  """A run of Weights & Biases, or None where there is no project."""
-  if not project:
-    return None
-  try:
-    import wandb  # optional: only who asks for it needs it
-  except ImportError as error:
+def check_wandb(project: str | None) -> None:
+  """Refuses a Weights & Biases project where its package is not installed."""
+  if project and importlib.util.find_spec("wandb") is None:
     raise ValueError(
       f"wandb_project={project!r} needs a package: pip install wandb"
-    ) from error
-  return wandb.init(project=project, dir=str(directory))
+    )
 
 
 def read_rows(path: str | pathlib.Path) -> list[dict[str, Any]]:

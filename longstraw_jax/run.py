@@ -21,6 +21,7 @@ from longstraw_jax.interrupts import Interrupted, check, listen
 from longstraw_jax.metrics import (
   ROWS,
   MetricLog,
+  check_wandb,
   compile_count,
   device_name,
   peak_memory_bytes,
@@ -233,7 +234,8 @@ class Run:
     return rows
 
   def _check(self, checkpoints: Checkpoints) -> None:
-    """Refuses what is already there before anything is written beside it."""
+    """Refuses the launch before anything is written."""
+    check_wandb(self.config.wandb_project)
     found = checkpoints.latest()
     if found is not None:
       checkpoints.check(found, self.settings)

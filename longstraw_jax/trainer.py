@@ -273,23 +273,26 @@ class Trainer:
   ) -> np.ndarray:
     """Rewards of one sampled response to each of the first held-out prompts.
 
-    Prompts and randomness are the same at every call; pages in host memory are
-    those of one prompt at a time.
+    Prompts and randomness are the same at every call. So many prompts are one
+    call of the device, after which a signal is obeyed; with pages in host
+    memory it is one.
     """
-    examples = [self.task.sample(i, "heldout") for i in range(num_prompts)]
-    prompts, prompt_ids = self._prompts(examples)
+    sampling = dataclasses.replace(self.config.sampling, group_size=1)
     key = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
-    groups = self._sample(
-      learner,
-      prompts,
-      prompt_ids,
-      jax.random.split(key, num_prompts),
-      dataclasses.replace(self.config.sampling, group_size=1),
-      at_once,
-    )
-    jax.block_until_ready(groups)
-    check()
-    return self.rewards(examples, groups)[:, 0]
+    keys = jax.random.split(key, num_prompts)
+    if self.config.engine.pages == "host":
+      at_once = 1
+    rewards = []
+    for first in range(0, num_prompts, at_once):
+      some = range(num_prompts)[first : first + at_once]
+      examples = [self.task.sample(i, "heldout") for i in some]
+      groups = self._sample(
+        learner, *self._prompts(examples), keys[np.array(some)], sampling
+      )
+      jax.block_until_ready(groups)
+      check()
+      rewards.append(self.rewards(examples, groups)[:, 0])
+    return np.concatenate(rewards)
 
   def sample(
     self,
@@ -308,18 +311,15 @@ class Trainer:
     """
     check_tokens("prompt", prompt, None, self.model.config.vocab_size)
     one = (jnp.asarray(prompt)[None], jnp.zeros(1, jnp.int32), key[None])
-    groups = self._sample(learner, *one, sampling, 1)
+    groups = self._sample(learner, *one, sampling)
     return jax.tree.map(lambda x: x[0], groups)
 
-  def _sample(
-    self, learner, prompts, prompt_ids, keys, sampling, at_once
-  ) -> Group:
-    """Groups of the policy that training rolls out, without their states."""
+  def _sample(self, learner, prompts, prompt_ids, keys, sampling) -> Group:
+    """Groups of the policy that training rolls out, all together."""
     engine = self.config.engine.without_gradient()
-    at_once = 1 if engine.pages == "host" else min(at_once, len(prompts))
     _, groups = rollout_groups(
       self.model,
-      dataclasses.replace(engine, prompts_at_once=at_once),
+      dataclasses.replace(engine, prompts_at_once=len(prompts)),
       sampling,
       self.stop_ids,
       False,

@@ -100,6 +100,30 @@ class TwoProcessesTest(absltest.TestCase):
       self.assertIn("the claim", resumed.stdout, resumed.stderr)
       self.assert_same_curve(self.rows("killed"), self.rows("one"))
 
+    with self.subTest("a reward that raises: all of them save together"):
+      broken = self.run_in(2, "broken", FAIL_AT_CALL="28")
+      self.assertEqual(broken.returncode, 2, broken.stderr)
+      self.assertIn("the verifier broke", broken.stderr)
+      self.assertIn("process 0 stopped", broken.stderr)
+      self.assertEqual(self.saved("broken"), 3)
+
+    with self.subTest("a signal to one of them stops both"):
+      stopped = self.run_in(2, "stopped", TERM_AT_CALL="28")
+      self.assertEqual(stopped.returncode, 75, stopped.stderr)
+      self.assertEqual(stopped.stderr.count("run again to continue"), 2)
+      self.assertEqual(self.saved("stopped"), 3)
+
+    with self.subTest("both continue"):
+      for out in ("broken", "stopped"):
+        resumed = self.run_in(2, out)
+        self.assertIn("the claim", resumed.stdout, resumed.stderr)
+        self.assert_same_curve(self.rows(out), self.rows("one"))
+
+  def saved(self, out: str) -> int:
+    """Steps of the last checkpoint; every 2 are saved undisturbed."""
+    names = (self.work / out / "checkpoints").iterdir()
+    return max(int(path.name) for path in names)
+
 
 @pytest.mark.slow
 class StatesTest(absltest.TestCase):

@@ -185,6 +185,12 @@ class ValuesTest(parameterized.TestCase):
       with self.assertRaisesRegex(ValueError, "group_size is 1: .*at least 2"):
         training.build_run(self.values | {"group_size": 1, "advantages": mode})
 
+  def test_figures_never_replace_the_rows_of_a_run(self):
+    before = (self.out / "rows.jsonl").read_bytes()
+    with self.assertRaisesRegex(ValueError, "holds a training run"):
+      report.RowWriter(self.out)
+    self.assertEqual((self.out / "rows.jsonl").read_bytes(), before)
+
 
 class ExitCodeTest(parameterized.TestCase):
   @parameterized.parameters(

@@ -8,6 +8,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -314,6 +315,12 @@ class RunTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "out='.*cannot be written to"):
       make_run(self.out).execute()
     self.assertEqual(self.out.read_text(), "a file")
+
+  def test_a_log_that_is_not_installed(self):
+    with mock.patch.dict(sys.modules, {"wandb": None}):
+      with self.assertRaisesRegex(ValueError, "wandb_project='x' needs"):
+        make_run(self.out, wandb_project="x").execute()
+    self.assertFalse(self.out.exists())
 
   @parameterized.parameters(
     "eval_every", "eval_prompts", "checkpoint_every", "keep_checkpoints"

@@ -82,6 +82,10 @@ class TrainGrpoTest(absltest.TestCase):
     self.assertIn("the claim", done.stdout, done.stderr)
     return self._steady("whole")
 
+  def _saved(self, out: str) -> int:
+    names = (self.work / out / "checkpoints").iterdir()
+    return max(int(path.name) for path in names)
+
   def _kill(self, call: int):
     """Calls of the reward: 4 a held-out evaluation, 6 a step."""
     killed = self._run("killed", KILL_AT_CALL=str(call))
@@ -163,9 +167,29 @@ class TrainGrpoTest(absltest.TestCase):
       broken = self._run("broken", FAIL_AT_CALL="21")
       self.assertEqual(broken.returncode, 2)
       self.assertRegex(broken.stderr, "member .*the verifier broke")
-      self.assertGreater(len(self._rows("broken")), 2)
+      self.assertLen(self._rows("broken"), self._saved("broken"))
+      stopped = self._run("broken", TERM_AT_CALL="9")
+      self.assertEqual(stopped.returncode, 75, stopped.stderr)
+      self.assertLen(self._rows("broken"), self._saved("broken"))
       self._run("broken")
       self.assertEqual(self._steady("broken"), rows)
+
+    with self.subTest("what it learned is looked at"):
+      for script in ("evaluate", "generate"):
+        shown = subprocess.run(
+          [
+            *(sys.executable, "-m", f"experiments.{script}"),
+            *(f"--run={self.work / 'broken'}", "--prompts=2"),
+            *(["--out", str(self.work)] if script == "evaluate" else []),
+          ],
+          cwd=ROOT,
+          capture_output=True,
+          text=True,
+        )
+        self.assertEqual(shown.returncode, 0, shown.stderr)
+        self.assertIn(
+          "heldout_reward" if "--out" in shown.args else "answer", shown.stdout
+        )
 
     with self.subTest("a full disk ends the run and keeps what there was"):
       self._run("full", "--steps=1")

@@ -169,6 +169,7 @@ class StepTest(parameterized.TestCase):
     first, again = (trainer.evaluate(learner, 5, 4) for _ in range(2))
     self.assertEqual(first.shape, (5,))
     np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(trainer.evaluate(learner, 4, 4), first[:4])
 
   def test_evaluation_keeps_no_state(self):
     """128 prompts of 4,096 tokens would be 24 GB with SmolLM2."""
