@@ -7,6 +7,7 @@ import fcntl
 import os
 import pathlib
 import sys
+from typing import TextIO
 
 from longstraw_jax.distributed import on_leader
 
@@ -55,6 +56,29 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
       raise
 
 
+def check_writer(directory: pathlib.Path) -> None:
+  """Refuses early what sole_writer would refuse, and changes nothing.
+
+  Raises:
+    ValueError: as there.
+    PeerError: as there.
+  """
+
+  def check() -> None:
+    place = directory.absolute()
+    while not place.exists():
+      place = place.parent
+    if not place.is_dir():
+      raise _unusable(directory, f"{place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+      raise _unusable(directory, f"{place} is read-only")
+    if (directory / LOCK).exists():
+      with (directory / LOCK).open() as file:
+        _lock(directory, file, fcntl.LOCK_SH)
+
+  on_leader(check)
+
+
 @contextlib.contextmanager
 def sole_writer(directory: pathlib.Path) -> Iterator[None]:
   """Holds a run's directory, made if absent; a crash lets go of it as well.
@@ -76,29 +100,37 @@ def _held(directory: pathlib.Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     file = (directory / LOCK).open("a+")
   except OSError as error:
-    raise ValueError(
-      f"out={str(directory)!r} cannot be written to: "
-      f"{error.strerror or error}. Give a directory that can, or a new one"
-    ) from error
+    raise _unusable(directory, error.strerror) from error
   with file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      if error.errno in BUSY:
-        file.seek(0)
-        raise ValueError(
-          f"out={str(directory)!r} is written to by another run, process "
-          f"{file.read().strip() or 'unknown'}: wait for its end or give "
-          "another directory"
-        ) from error
-      # Some network disks have no locks: a run is worth more than its guard.
-      print(
-        f"warning: {directory / LOCK} cannot be locked ({error.strerror}): a "
-        "second run on this directory would not be noticed",
-        file=sys.stderr,
-      )
+    _lock(directory, file, fcntl.LOCK_EX)
     with writing(directory / LOCK):
       file.truncate(0)
       file.write(f"{os.getpid()}\n")
       file.flush()
     yield
+
+
+def _lock(directory: pathlib.Path, file: TextIO, kind: int) -> None:
+  try:
+    fcntl.flock(file, kind | fcntl.LOCK_NB)
+  except OSError as error:
+    if error.errno in BUSY:
+      file.seek(0)
+      raise ValueError(
+        f"out={str(directory)!r} is written to by another run, process "
+        f"{file.read().strip() or 'unknown'}: wait for its end or give "
+        "another directory"
+      ) from error
+    # Some network disks have no locks: a run is worth more than its guard.
+    print(
+      f"warning: {directory / LOCK} cannot be locked ({error.strerror}): a "
+      "second run on this directory would not be noticed",
+      file=sys.stderr,
+    )
+
+
+def _unusable(directory: pathlib.Path, why: str | None) -> ValueError:
+  return ValueError(
+    f"out={str(directory)!r} cannot be written to: {why}. Give a directory "
+    "that can, or a new one"
+  )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from longstraw_jax.checkpoint import CheckpointError, Checkpoints
 from longstraw_jax.curve import plot_curve
-from longstraw_jax.disk import DiskError, sole_writer
+from longstraw_jax.disk import DiskError, check_writer, sole_writer
 from longstraw_jax.distributed import PeerError, is_leader, on_leader
 from longstraw_jax.finite import NonFiniteError, check_finite
 from longstraw_jax.interrupts import Interrupted, check, listen
@@ -219,8 +219,11 @@ class Run:
       self.out / "checkpoints", self.config.keep_checkpoints
     )
     self._check(checkpoints)
+    found = checkpoints.latest()
+    state = self._first_state(checkpoints, found)
     with sole_writer(self.out), listen():
-      state = self._first_state(checkpoints)
+      if checkpoints.latest() != found:
+        raise ValueError(f"another run wrote to {self.out} just now: run again")
       on_leader(self.accepted)
       log = self._open_log(int(state.step))
       try:
@@ -236,15 +239,17 @@ class Run:
   def _check(self, checkpoints: Checkpoints) -> None:
     """Refuses the launch before anything is written."""
     check_wandb(self.config.wandb_project)
+    check_writer(self.out)
     found = checkpoints.latest()
     if found is not None:
       checkpoints.check(found, self.settings)
 
-  def _first_state(self, checkpoints: Checkpoints) -> RunState:
+  def _first_state(
+    self, checkpoints: Checkpoints, found: int | None
+  ) -> RunState:
     state = self.initial_state(self.initial_params(self.trainer.config.seed))
     if self.mesh is not None:
       state = place_at_rest(state, self.mesh)
-    found = checkpoints.latest()
     if found is not None:
       state = checkpoints.restore(found, state, self.settings)
     check_finite(

@@ -92,7 +92,7 @@ class ValuesTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.out = self.work / self.id()
+    self.out = self.work / self._testMethodName
     shutil.copytree(self.work / "run", self.out)
 
   def edit_flags(self, **changes):

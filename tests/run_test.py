@@ -157,7 +157,7 @@ class RunTest(parameterized.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.out = self.work / self.id()
+    self.out = self.work / self._testMethodName
     # Another step in each test, the same one in each session.
     random = np.random.default_rng(sum(self.id().encode()))
     self.step = int(random.integers(1, STEPS))
@@ -310,11 +310,44 @@ class RunTest(parameterized.TestCase):
     accepted.assert_not_called()
     self.assertEqual(snapshot(self.out), before)
 
-  def test_a_file_in_place_of_the_directory(self):
+  def test_a_damaged_checkpoint_changes_nothing(self):
+    make_run(self.out, checkpoint_every=4).execute()
+    latest = str(WARM_STEPS + STEPS)
+    path = next((self.out / "checkpoints" / latest / "tree").rglob("d/*"))
+    path.write_bytes(path.read_bytes()[:-1])
+    before = snapshot(self.out)
+    message = f"checkpoint {latest} .*is damaged.*Checkpoint 8 is whole"
+    with self.assertRaisesRegex(CheckpointError, message):
+      make_run(self.out).execute()
+    self.assertEqual(snapshot(self.out), before)
+    path.parents[2].rename(self.out / "damaged")
+    self.assert_continues()
+
+  def test_first_weights_that_are_refused_change_nothing(self):
+    def refuse(seed):
+      raise ValueError("lora_targets name nothing")
+
+    run = dataclasses.replace(make_run(self.out), initial_params=refuse)
+    with self.assertRaisesRegex(ValueError, "lora_targets"):
+      run.execute()
+    self.assertFalse(self.out.exists())
+
+  @parameterized.parameters("", "below")
+  def test_a_file_in_place_of_the_directory(self, name):
     self.out.write_text("a file")
     with self.assertRaisesRegex(ValueError, "out='.*cannot be written to"):
-      make_run(self.out).execute()
+      make_run(self.out / name).execute()
     self.assertEqual(self.out.read_text(), "a file")
+
+  def test_a_read_only_directory(self):
+    """Also where the first look cannot tell, as for root."""
+    denied = PermissionError(13, "Permission denied")
+    with mock.patch.object(pathlib.Path, "mkdir", side_effect=denied):
+      with self.assertRaisesRegex(ValueError, "to: Permission denied"):
+        make_run(self.out).execute()
+    with mock.patch.object(os, "access", return_value=False):
+      with self.assertRaisesRegex(ValueError, "is read-only"):
+        make_run(self.out).execute()
 
   def test_a_log_that_is_not_installed(self):
     with mock.patch.dict(sys.modules, {"wandb": None}):
