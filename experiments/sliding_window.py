@@ -29,6 +29,7 @@ from longstraw_jax import (
 from longstraw_jax.config import AttentionConfig
 from longstraw_jax.models.contract import Shapes
 from longstraw_jax.ops.attention import masked_attention
+from longstraw_jax.ops.precision import widen
 from longstraw_jax.ops.rotary import rotary_tables, rotate_half
 from longstraw_jax.testing import check_mixer
 
@@ -66,7 +67,8 @@ class SlidingWindowAttention(nn.Module):
       x_TD
     ).reshape(tokens, number, sizes.head_dim)
     tables = rotary_tables(span.positions, sizes.rope, x_TD.dtype)
-    q_TNH = rotate_half(heads(sizes.num_heads, "q_proj"), *tables)
+    # Wide, so that the gradients of all its reads are summed before rounding.
+    q_TNH = widen(rotate_half(heads(sizes.num_heads, "q_proj"), *tables))
     k_TKH = rotate_half(heads(sizes.num_kv_heads, "k_proj"), *tables)
     v_TKH = heads(sizes.num_kv_heads, "v_proj")
     rows = {"k": k_TKH.swapaxes(0, 1), "v": v_TKH.swapaxes(0, 1)}
@@ -86,7 +88,8 @@ class SlidingWindowAttention(nn.Module):
     """Attention over some rows, wherever they come from."""
     distance = span.positions[:, None] - positions
     visible = (distance >= 0) & (distance < self.window) & filled
-    return masked_attention(q_TNH, rows["k"], rows["v"], visible)
+    k, v = rows["k"], rows["v"]
+    return masked_attention(q_TNH, k, v, visible, k.dtype)
 
   def _read(self, q_TNH, span, segment: Segment):
     """The rows of a segment that the first token's window still reaches.

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 from jax import lax
 import jax.numpy as jnp
 
@@ -31,3 +32,35 @@ def wide_einsum(spec: str, a, b):
     return mixed(a, b)
   cast = lambda a, b: jnp.einsum(spec, a.astype(wide), b.astype(wide))
   return lax.platform_dependent(a, b, cpu=cast, default=mixed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounded_einsum(spec, dtype, a, b):
+  return wide_einsum(spec, a.astype(dtype), b)
+
+
+def _rounded_einsum_fwd(spec, dtype, a, b):
+  a = a.astype(dtype)
+  return wide_einsum(spec, a, b), (a, b)
+
+
+def _rounded_einsum_bwd(spec, dtype, saved, cotangent):
+  a, b = saved
+  inputs, output = spec.split("->")
+  left, right = inputs.split(",")
+  da = wide_einsum(f"{output},{right}->{left}", cotangent, b)
+  db = wide_einsum(f"{left},{output}->{right}", a, cotangent)
+  return da, db.astype(b.dtype)
+
+
+_rounded_einsum.defvjp(_rounded_einsum_fwd, _rounded_einsum_bwd)
+
+
+def rounded_einsum(spec: str, dtype, a, b):
+  """wide_einsum of a wide `a`, rounded for it, whose gradient stays wide.
+
+  Every letter of the spec stands in two of its three terms.
+  """
+  if jnp.dtype(dtype) == a.dtype:
+    return wide_einsum(spec, a, b)
+  return _rounded_einsum(spec, dtype, a, b)

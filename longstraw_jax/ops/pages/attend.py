@@ -28,6 +28,7 @@ from longstraw_jax.ops.pages.striping import (
   join_owners,
   on_owners,
   row_specs,
+  sum_owners,
 )
 from longstraw_jax.ops.precision import wide_einsum, widen
 from longstraw_jax.ops.token_sharding import (
@@ -55,7 +56,8 @@ def _join_heads(x, tokens: int):
   return x.reshape(tokens, kv_heads * (rows // tokens), *x.shape[3:])
 
 
-def _attend_forward(size, q_TNH, rows, place):
+def _attend_forward(size, dtype, q_TNH, rows, place):
+  q_TNH = q_TNH.astype(dtype)
   specs = (WHOLE, row_specs(rows), WHOLE)
   call = functools.partial(_attend_part, size)
   dealt = token_specs(q_TNH.shape[0])
@@ -66,12 +68,12 @@ def _attend_part(size, q_TNH, rows, place):
   """All of the rows, or an owner's part of them and what the others add."""
   tokens, num_heads, width = q_TNH.shape
   kv_heads, value_width = rows["v"].shape[1], rows["v"].shape[-1]
-  q = _split_heads(q_TNH, kv_heads) * width**-0.5
+  q = _split_heads(q_TNH, kv_heads)
 
   def body(index, carry):
     o, top, total = carry
     block, _, filled, _ = read_slots(rows, place, index, size)
-    scores = wide_einsum("kth,ksh->kts", q, block["k"])
+    scores = wide_einsum("kth,ksh->kts", q, block["k"]) * width**-0.5
     scores = jnp.where(filled, scores, EMPTY_LSE)
     new_top = jnp.maximum(top, scores.max(-1))
     weights = jnp.where(filled, jnp.exp(scores - new_top[..., None]), 0.0)
@@ -79,7 +81,8 @@ def _attend_part(size, q_TNH, rows, place):
     narrow = weights.astype(block["v"].dtype)
     values = wide_einsum("kts,ksh->kth", narrow, block["v"])
     o = o * shrink[..., None] + values
-    return o, new_top, total * shrink + weights.sum(-1)
+    # Of the rounded weights: what all values have in common is then exact.
+    return o, new_top, total * shrink + widen(narrow).sum(-1)
 
   wide = widen(q).dtype
   shape = (kv_heads, tokens * (num_heads // kv_heads))
@@ -98,9 +101,10 @@ def _attend_part(size, q_TNH, rows, place):
 def _attend_backward(size, folded, saved, cotangents, rows, place, tap):
   q_TNH, o_TNH, lse_TN = saved
   do_TNH, dlse_TN = cotangents
-  # Before owners get all queries: the wide o and do stay where they are.
-  delta_TN = (do_TNH * o_TNH).sum(-1) - dlse_TN
-  queries = (q_TNH, do_TNH.astype(q_TNH.dtype), lse_TN, delta_TN)
+  do_TNH = do_TNH.astype(q_TNH.dtype)
+  # Before owners get all queries: the wide o stays where it is.
+  delta_TN = (widen(do_TNH) * o_TNH).sum(-1) - dlse_TN
+  queries = (q_TNH, do_TNH, lse_TN, delta_TN, dlse_TN)
   call = functools.partial(_attend_backward_part, size, folded)
   return on_owners(
     place.striping,
@@ -111,8 +115,14 @@ def _attend_backward(size, folded, saved, cotangents, rows, place, tap):
 
 
 def _attend_backward_part(size, folded, queries, rows, place, tap):
-  """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2)."""
-  q_TNH, do_TNH, lse_TN, delta_TN = queries
+  """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2).
+
+  Cotangents of a query's scores sum to that of its log-sum-exp, so a vector
+  common to all keys adds nothing to dq. Rounded ones do not, and such a vector
+  may be far longer than what tells keys apart: what the sum has too much is
+  taken back, times the query's mean key, at the price of one more product.
+  """
+  q_TNH, do_TNH, lse_TN, delta_TN, dlse_TN = queries
   tokens, _, width = q_TNH.shape
   kv_heads = rows["v"].shape[1]
   scale = width**-0.5
@@ -120,19 +130,23 @@ def _attend_backward_part(size, folded, queries, rows, place, tap):
   do = _split_heads(do_TNH, kv_heads)
   lse = _split_heads(lse_TN[..., None], kv_heads)
   delta = _split_heads(delta_TN[..., None], kv_heads)
+  rounds = q.dtype != widen(q).dtype
 
   def body(index, carry):
-    dq, tap = carry
+    dq, tap, mean_key, excess = carry
     block, _, filled, offset = read_slots(rows, place, index, size)
     scores = wide_einsum("kth,ksh->kts", q, block["k"]) * scale
     weights = jnp.where(filled, jnp.exp(scores - lse), 0.0)
     dweights = wide_einsum("kth,ksh->kts", do, block["v"])
     dscores = (weights * (dweights - delta) * scale).astype(q.dtype)
     dq = dq + wide_einsum("kts,ksh->kth", dscores, block["k"])
+    narrow = weights.astype(q.dtype)
+    if rounds:
+      mean_key = mean_key + wide_einsum("kts,ksh->kth", narrow, block["k"])
+      excess = excess + widen(dscores).sum(-1)
     if tap is not None:
       # XLA:CPU multiplies into [H, S] several times faster than into [S, H].
       dk = wide_einsum("kth,kts->khs", q, dscores).swapaxes(1, 2)
-      narrow = weights.astype(q.dtype)
       dv = wide_einsum("kth,kts->khs", do, narrow).swapaxes(1, 2)
       if folded and place.striping is not None:
         dk, dv = sum_members((dk, dv))
@@ -140,14 +154,23 @@ def _attend_backward_part(size, folded, queries, rows, place, tap):
         "k": add_block(tap["k"], place.layer, offset, dk),
         "v": add_block(tap["v"], place.layer, offset, dv),
       }
-    return dq, tap
+    return dq, tap, mean_key, excess
 
-  carry = (jnp.zeros(q.shape, widen(q).dtype), tap)
-  dq, tap = lax.fori_loop(0, block_trips(place, size), body, carry)
+  dq = jnp.zeros(q.shape, widen(q).dtype)
+  carry = (dq, tap, dq if rounds else None, dq[..., 0] if rounds else None)
+  carry = lax.fori_loop(0, block_trips(place, size), body, carry)
+  dq, tap, mean_key, excess = carry
+  if rounds:
+    if place.striping is not None:
+      excess = sum_owners(excess)
+    excess = _join_heads(excess, tokens) - scale * dlse_TN
+    mean_key = _join_heads(mean_key, tokens)
   dq = _join_heads(dq, tokens)
+  if rounds:
+    dq = dq - excess[..., None] * mean_key
   if place.striping is not None:
     dq = reduce_scatter_tokens(dq)
-  return dq.astype(q_TNH.dtype), tap
+  return dq, tap
 
 
 @functools.cache
@@ -166,20 +189,21 @@ def _attend_backward_members(size: int, folded: bool = False):
   return one_gradient_for_members(apart, together)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(size, q_TNH, rows, place, tap):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(size, dtype, q_TNH, rows, place, tap):
   tap = hand_on(place, (q_TNH, rows), tap)
-  return _attend_forward(size, q_TNH, rows, place), tap
+  return _attend_forward(size, dtype, q_TNH, rows, place), tap
 
 
-def _attend_fwd(size, q_TNH, rows, place, tap):
-  o, lse = _attend_forward(size, q_TNH, rows, place)
+def _attend_fwd(size, dtype, q_TNH, rows, place, tap):
+  o, lse = _attend_forward(size, dtype, q_TNH, rows, place)
   o, lse = checkpoint_name((o, lse), PAGE_ATTENTION)
   tap = hand_on(place, (q_TNH, rows), tap)
-  return ((o, lse), tap), (q_TNH, o, lse, rows, place)
+  return ((o, lse), tap), (q_TNH.astype(dtype), o, lse, rows, place)
 
 
-def _attend_bwd(size, residuals, cotangents):
+def _attend_bwd(size, dtype, residuals, cotangents):
+  del dtype
   q_TNH, o, lse, rows, place = residuals
   (do, dlse), dtap = cotangents
   own = (q_TNH, o, lse), (do, dlse)
@@ -193,7 +217,10 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def attend(
-  q_TNH: Float[Array, "T N H"], segment: Segment, size: int
+  q_TNH: Float[Array, "T N H"],
+  segment: Segment,
+  size: int,
+  dtype: str | None = None,
 ) -> tuple[tuple[Float[Array, "T N H"], Float[Array, "T N"]], dict | None]:
   """Softmax attention of T queries over every filled row of a segment.
 
@@ -212,6 +239,9 @@ def attend(
     q_TNH: queries, unscaled; N is a multiple of the K key/value heads.
     segment: the rows to attend to.
     size: rows read at once.
+    dtype: what queries are rounded to for products; their own by default.
+      Queries that several segments read are best given in float32, so that
+      their gradients are summed before they are rounded.
 
   Returns:
     ((o, lse), tap): outputs [T, N, Hv] and log-sum-exp [T, N] in float32 or
@@ -220,4 +250,6 @@ def attend(
   """
   rows = {"k": segment.rows["k"], "v": segment.rows["v"]}
   size = segment.block_size(size)
-  return _attend(size, q_TNH, rows, Place.of(segment), segment.tap)
+  dtype = jnp.dtype(dtype or q_TNH.dtype)
+  place, tap = Place.of(segment), segment.tap
+  return _attend(size, dtype, widen(q_TNH), rows, place, tap)

@@ -128,7 +128,7 @@ def _blocks_backward_part(
     doperands = jax.tree.map(jnp.add, doperands, grads)
     if tap is not None:
       if folded and place.striping is not None:
-        drows = sum_members(drows)
+        drows = sum_members(jax.tree.map(widen, drows))
       tap = {
         name: add_block(buffer, place.layer, offset, drows[name])
         for name, buffer in tap.items()
@@ -192,7 +192,8 @@ def attend_blocks(
       (o [T, N, H], lse [T, N]) of one block: normalised outputs and
       log-sum-exp of the rows it lets a query see, EMPTY_LSE where none. It
       may close over no traced value.
-    operands: floating-point arrays, differentiated.
+    operands: floating-point arrays, differentiated. The part gets them in
+      float32 or wider: its gradients are summed over blocks.
     segment: the rows to attend to.
     size: rows read at once.
 
@@ -202,4 +203,5 @@ def attend_blocks(
   """
   size = segment.block_size(size)
   place = Place.of(segment)
+  operands = jax.tree.map(widen, operands)
   return _attend_blocks(part, size, operands, segment.rows, place, segment.tap)

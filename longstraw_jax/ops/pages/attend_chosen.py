@@ -171,7 +171,8 @@ def _forward_part(sizes: _Sizes, queries, rows, place):
       narrow = weights.astype(row.dtype)
       value = row[..., : sizes.value_dim]
       o = o * shrink[..., None] + wide_einsum("qnb,qbh->qnh", narrow, value)
-      return o, new_top, total * shrink + weights.sum(-1)
+      # Of the rounded weights, as in attend.
+      return o, new_top, total * shrink + widen(narrow).sum(-1)
 
     wide, shape = widen(q).dtype, q.shape[:2]
     carry = (
@@ -186,12 +187,11 @@ def _forward_part(sizes: _Sizes, queries, rows, place):
 
 
 def _backward(sizes: _Sizes, queries, rows, place, tap):
-  """Of (q, do, log-sum-exp, do . o, keys): gradient of q, and the tap."""
-  q_TNH, call = queries[0], _backward_part
+  """Of (q, do, log-sum-exp, do . o, keys): _backward_part's sums, the tap."""
+  call = _backward_part
   if not _alone(place):
     call = _backward_dealt if place.striping is None else _backward_owners
-  dq_TNH, tap = call(sizes, queries, rows, place, tap)
-  return dq_TNH.astype(q_TNH.dtype), tap
+  return call(sizes, queries, rows, place, tap)
 
 
 def _backward_owners(sizes: _Sizes, queries, rows, place, tap):
@@ -236,37 +236,69 @@ def _backward_dealt(sizes: _Sizes, queries, rows, place, tap):
 
 
 def _backward_part(sizes: _Sizes, queries, rows, place, tap):
-  """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2)."""
+  """FlashAttention's backward pass (Dao, 2307.08691, algorithm 2).
+
+  Returns:
+    Sums over the rows at hand, [T, N, ...], and the tap: the gradient of q, and
+    where scores' cotangents are rounded behind it what _centred needs, the mean
+    key beyond a value's dims and the sum of the cotangents.
+  """
+  rounds = _rounds(queries[0])
 
   def block(tap, queries):
     q, do, lse, delta, keys = queries
     slots, trips, size = _held_slots(place, keys)
 
     def body(index, carry):
-      dq, tap = carry
+      sums, tap = carry
       row, at = _read_piece(place, rows, slots, index, size)
       scores, held = _scores(q, row, at)
       weights = jnp.where(held, jnp.exp(scores - lse[..., None]), 0.0)
+      narrow = weights.astype(q.dtype)
       value = row[..., : sizes.value_dim]
       dweights = wide_einsum("qnh,qbh->qnb", do, value)
       dscores = (weights * (dweights - delta[..., None])).astype(q.dtype)
-      dq = dq + wide_einsum("qnb,qbh->qnh", dscores, row)
+      new = [wide_einsum("qnb,qbh->qnh", dscores, row)]
+      if rounds:
+        beyond = row[..., sizes.value_dim :]
+        new.append(wide_einsum("qnb,qbh->qnh", narrow, beyond))
+        new.append(widen(dscores).sum(-1, keepdims=True))
+      sums = jax.tree.map(jnp.add, sums, new)
       if tap is not None:
         # A row is a key over its whole width and a value over a part of it.
         drow = wide_einsum("qnb,qnh->qbh", dscores, q)
-        narrow = weights.astype(q.dtype)
         dvalue = wide_einsum("qnb,qnh->qbh", narrow, do)
         drow = drow.at[..., : sizes.value_dim].add(dvalue)
         add = tap.at[place.layer, at].add
         tap = add(drow.astype(tap.dtype), mode="drop")
-      return dq, tap
+      return sums, tap
 
-    carry = jnp.zeros(q.shape, widen(q).dtype), tap
-    dq, tap = lax.fori_loop(0, trips, body, carry)
-    return tap, dq
+    widths = [q.shape[-1]]
+    if rounds:
+      widths += [q.shape[-1] - sizes.value_dim, 1]
+    zeros = [jnp.zeros((*q.shape[:2], n), widen(q).dtype) for n in widths]
+    sums, tap = lax.fori_loop(0, trips, body, (zeros, tap))
+    return tap, jnp.concatenate(sums, axis=-1)
 
-  tap, dq = lax.scan(block, tap, _blocks(queries, sizes.queries))
-  return _joined(dq, queries[0].shape[0]), tap
+  tap, sums = lax.scan(block, tap, _blocks(queries, sizes.queries))
+  return _joined(sums, queries[0].shape[0]), tap
+
+
+def _rounds(q_TNH) -> bool:
+  """Whether cotangents of scores are rounded, to the dtype of the queries."""
+  return q_TNH.dtype != widen(q_TNH).dtype
+
+
+def _centred(sums, q_TNH, o_TNH):
+  """The gradient of q, of sums over all rows.
+
+  As in attend: cotangents of a query's scores sum to 0, rounded ones do not,
+  and what the sum has too much is taken back, times the query's mean key. In a
+  value's dims that is the output.
+  """
+  width = q_TNH.shape[-1]
+  dq, beyond, excess = sums[..., :width], sums[..., width:-1], sums[..., -1:]
+  return dq - excess * jnp.concatenate([widen(o_TNH), beyond], axis=-1)
 
 
 @functools.cache
@@ -316,7 +348,9 @@ def _attend_bwd(sizes: _Sizes, residuals, cotangents):
     backward(place.member, queries, (rows, place.unnumbered, tap))
     for (rows, place), tap in zip(segments, dtaps, strict=True)
   ]
-  dq_TNH = sum(dq for dq, _ in grads)
+  dq_TNH = sum(sums for sums, _ in grads)
+  if _rounds(q_TNH):
+    dq_TNH = _centred(dq_TNH, q_TNH, o_TNH)
   return dq_TNH.astype(q_TNH.dtype), None, None, tuple(t for _, t in grads)
 
 
