@@ -99,7 +99,8 @@ class StepTest(parameterized.TestCase):
       _trainer(sampling=sampling, objective=PolicyObjective(kl_coef=0.1)),
       PARAMS,
     )
-    self.assertLess(row["ratio_deviation_max"], 1e-6)
+    # Rounding of the logits is divided by the temperature, too.
+    self.assertLess(row["ratio_deviation_max"], 1e-6 / min(temperature, 1))
     self.assertLess(row["mismatch_max"], 1e-4)
     self.assertLess(row["kl_ref"], 1e-6)
 
