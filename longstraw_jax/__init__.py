@@ -42,6 +42,7 @@ from longstraw_jax.presets import PRESETS
 from longstraw_jax.replay import replay, replay_scores
 from longstraw_jax.rollout import rollout
 from longstraw_jax.sharding import constrain, make_mesh, place_at_rest
+from longstraw_jax.staleness import StaleStateWarning
 from longstraw_jax.state import PromptState
 from longstraw_jax.state_files import load_state, save_state
 from longstraw_jax.types import Group, Span
@@ -69,6 +70,7 @@ __all__ = [
   "Segment",
   "Span",
   "Stage",
+  "StaleStateWarning",
   "State",
   "Update",
   "add_lora",

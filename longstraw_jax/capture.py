@@ -29,6 +29,7 @@ from longstraw_jax.ops.pages import (
   refuse_host_cotangent,
 )
 from longstraw_jax.sharding import num_shards
+from longstraw_jax.staleness import check_fresh, fingerprint
 from longstraw_jax.state import PromptState, grow_rows, grow_saved, tree_zeros
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
@@ -95,6 +96,7 @@ def capture(
   check_tokens("prompt", prompt, length, model.config.vocab_size)
   real = np.shape(prompt)[0] if length is None else length
   check_capacity(capacity, real - 1)
+  made_by = fingerprint(params, grad_scope)
   if grad_scope == "prefix_frozen":
     params = frozen_base(params)
   prompt = jnp.asarray(prompt, jnp.int32)
@@ -120,6 +122,7 @@ def capture(
     grad_scope=grad_scope,
     chunk_size=chunk_size,
     striping=striping,
+    fingerprint=made_by,
   )
 
 
@@ -167,8 +170,8 @@ def extend(
       its length is unknown, T more than the state's.
     length: real new tokens where `tokens` is padded; may be traced.
     step: optimizer step of these weights, which the state must carry.
-    allow_stale: goes on with a state of another step's weights, whose step
-      stays on it; under `response_only` alone.
+    allow_stale: goes on with a state of other weights, whose step and
+      fingerprint stay on it; under `response_only` alone.
     prompt_id: id of the longer prompt; the state's by default.
 
   Raises:
@@ -180,6 +183,7 @@ def extend(
   check_scope(state.grad_scope, tail_chunks)
   if not allow_stale or state.differentiated:
     check_step(state, step)
+  check_fresh(params, state, allow_stale)
   if state.grad_scope == "prefix_frozen":
     params = frozen_base(params)
   tokens = jnp.asarray(tokens, jnp.int32)

@@ -15,6 +15,7 @@ from longstraw_jax.replay import (
   replay_members,
   score_members,
 )
+from longstraw_jax.staleness import check_fresh, if_fresh
 from longstraw_jax.state import PromptState
 from longstraw_jax.types import Group
 from longstraw_jax.walk import Gradients
@@ -41,6 +42,7 @@ def group_gradient(
   prompt_id: Int[Array, ""] | int | None = None,
   step: Int[Array, ""] | int | None = None,
   pages: str = "device",
+  allow_stale: bool = False,
 ) -> tuple[Float[Array, ""], dict, dict]:
   """Loss, gradient and metrics of one group at the memory of one branch.
 
@@ -69,9 +71,9 @@ def group_gradient(
       scope; saves the capture.
     prompt_id: the id that `group` must carry; unchecked if None.
     step: the optimizer step of `params`, which `state` must carry unless it
-      is `prefix_frozen`; None leaves it to the caller that a stale state is
-      wanted.
+      is `prefix_frozen`; unchecked if None.
     pages: as in capture; a `state` has its own where it was put.
+    allow_stale: as in replay.
 
   Returns:
     The loss, gradients like params.trainable in float32 or wider, and the
@@ -84,6 +86,7 @@ def group_gradient(
   """
   check_group(group, model.config.vocab_size, prompt_id)
   check_replay_sizes(block_size, members_at_once)
+  seen = True
   if state is None:
     state = capture(
       model,
@@ -99,7 +102,10 @@ def group_gradient(
     )
   else:
     check_state(state, prompt, length, grad_scope, chunk_size, step)
+    seen = check_fresh(params, state, allow_stale)
   room = group.responses.shape[1]
+  if seen:
+    state = state.replace(fingerprint=None)
   return _group_gradient(
     model,
     objective,
@@ -171,6 +177,7 @@ def branch_gradient(
     differentiated, of its pages (`priors[0]`) and carry, which reverse_walk
     or reverse_chunks take; the objective's metrics.
   """
+  seen = check_fresh(params, state)
   responses = jnp.asarray(group.responses, jnp.int32)
   lengths = jnp.asarray(group.lengths, jnp.int32)
   members = (responses, lengths, group.choices, group.temperature)
@@ -180,6 +187,8 @@ def branch_gradient(
   call = lambda logprobs, entropy: objective(logprobs, entropy, group)
   loss, pull_back, metrics = jax.vjp(call, *scores, has_aux=True)
   dscores = pull_back(jnp.ones_like(loss))
+  if not seen:
+    loss, dscores = if_fresh(params, state, (loss, dscores))
   if group.choices is not None:
     counted = group.loss_mask.sum()
     share = jnp.where(group.loss_mask, changed, 0.0).sum() / counted

@@ -19,6 +19,7 @@ from longstraw_jax.ops.pages import (
   wide_zeros,
 )
 from longstraw_jax.sharding import constrain, num_shards
+from longstraw_jax.staleness import check_fresh, if_fresh
 from longstraw_jax.state import Pages, PromptState, fill_rows, tree_zeros
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
@@ -41,6 +42,7 @@ def replay(
   members_at_once: int = 1,
   choices: Tree | None = None,
   temperature: Float[Array, ""] | float | None = None,
+  allow_stale: bool = False,
 ) -> Float[Array, "G R"]:
   """log pi(responses[g, t] given prompt and responses[g, :t]), [G, R].
 
@@ -62,13 +64,16 @@ def replay(
     choices: recorded ones to follow, see Group.choices.
     temperature: scores the policy whose logits are divided by it, as
       Group.temperature; None for 1.
+    allow_stale: no warning of a constant state of other weights. A state that
+      passes a gradient on must be of these: under jax.jit, where values cannot
+      be refused, it gives NaN.
 
   Returns:
     [G, R] in float32 or wider.
 
   Raises:
     ValueError: empty or over-long responses, bad sizes, ids outside the
-      vocabulary, a temperature that is not positive.
+      vocabulary, a temperature that is not positive, a state of other weights.
   """
   return replay_scores(
     model,
@@ -80,6 +85,7 @@ def replay(
     members_at_once=members_at_once,
     choices=choices,
     temperature=temperature,
+    allow_stale=allow_stale,
   )[0]
 
 
@@ -94,6 +100,7 @@ def replay_scores(
   members_at_once: int = 1,
   choices: Tree | None = None,
   temperature: Float[Array, ""] | float | None = None,
+  allow_stale: bool = False,
 ) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
   """`replay`, and the entropy of the distribution each token came from."""
   check_responses(responses, lengths, None, model.config.vocab_size)
@@ -104,7 +111,10 @@ def replay_scores(
   responses = jnp.asarray(responses, jnp.int32)
   lengths = jnp.asarray(lengths, jnp.int32)
   block_size = block_size or responses.shape[1]
-  return _replay(
+  seen = check_fresh(params, state, allow_stale)
+  if seen:
+    state = state.replace(fingerprint=None)
+  scores = _replay(
     model,
     min(block_size, responses.shape[1]),
     members_at_once,
@@ -115,6 +125,7 @@ def replay_scores(
     choices,
     temperature,
   )
+  return scores if seen else if_fresh(params, state, scores)
 
 
 def check_replay_sizes(block_size: int | None, members_at_once: int) -> None:
@@ -385,6 +396,7 @@ def _replay_bwd(model, block, members_at_once, residuals, cotangents):
       grad_scope=state.grad_scope,
       chunk_size=state.chunk_size,
       striping=state.striping,
+      fingerprint=None,
     )
   dparams = Params(trainable=trainable, frozen=None)
   return dparams, dstate, None, None, None, None

@@ -15,6 +15,7 @@ from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.precision import wide_dtype
 from longstraw_jax.replay import prompt_pages
 from longstraw_jax.sharding import member_vmap, num_shards
+from longstraw_jax.staleness import check_fresh
 from longstraw_jax.state import Pages, PromptState, append_row
 from longstraw_jax.types import Group, Span, Tree
 
@@ -72,6 +73,7 @@ def rollout(
   top_p: float = 1.0,
   stop_ids: tuple[int, ...] = (),
   record_choices: bool = False,
+  allow_stale: bool = False,
 ) -> Group:
   """Samples `group_size` responses, all members decoding together.
 
@@ -92,6 +94,7 @@ def rollout(
     stop_ids: ids that end a response.
     record_choices: keep the experts and keys chosen for every token, as the
       group's `choices`.
+    allow_stale: no warning of a constant state of other weights.
 
   Returns:
     A group whose rewards and advantages are missing (NaN). `old_logprobs` are
@@ -102,8 +105,10 @@ def rollout(
 
   Raises:
     ValueError: sizes below 1, temperature below 0, top_p outside (0, 1], a stop
-      id outside the vocabulary.
+      id outside the vocabulary, a state of other weights that passes a gradient
+      on.
   """
+  check_fresh(params, state, allow_stale, scores_only=True)
   check_chunk_size("group_size", group_size)
   check_chunk_size("max_tokens", max_tokens)
   if not 0 <= temperature < float("inf"):

@@ -7,7 +7,7 @@ from flax import struct
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from longstraw_jax.checks import CONSTANT_SCOPES
 from longstraw_jax.ops.pages import (
@@ -67,6 +67,8 @@ class PromptState:
     grad_scope: which gradient the state passes on.
     chunk_size: tokens of one chunk.
     striping: how devices share the pages, on a mesh.
+    fingerprint: a checksum of the weights that made this state (see
+      staleness.py); None where nobody knows them.
   """
 
   pages: Tree
@@ -80,6 +82,7 @@ class PromptState:
   grad_scope: str = struct.field(pytree_node=False)
   chunk_size: int = struct.field(pytree_node=False)
   striping: Striping | None = struct.field(pytree_node=False, default=None)
+  fingerprint: UInt32[Array, ""] | None = None
 
   @property
   def differentiated(self) -> bool:

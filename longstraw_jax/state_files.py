@@ -41,6 +41,7 @@ from longstraw_jax.ops.pages import (
   to_host,
 )
 from longstraw_jax.sharding import WHOLE
+from longstraw_jax.staleness import fingerprint
 from longstraw_jax.state import (
   PromptState,
   named_leaves,
@@ -98,7 +99,8 @@ def save_state(
     "config": _settings(model),
     "weights": weight_digests(params, state.grad_scope),
   }
-  leaves = named_leaves(state)
+  # Of the weights the stamp has a digest a leaf.
+  leaves = named_leaves(state.replace(fingerprint=None))
   describe = lambda name, x: TensorInfo(name, x.shape, np.dtype(x.dtype))
   tensors = {name: describe(name, x) for name, x in leaves.items()}
   lines = _misfits(tensors, _blank(model, stamp))
@@ -172,7 +174,8 @@ def load_state(
     _dealt(like.striping, name, source.read(name), specs[name], pages)
     for name in named_leaves(like)
   ]
-  return jax.tree.unflatten(jax.tree.structure(like), arrays)
+  state = jax.tree.unflatten(jax.tree.structure(like), arrays)
+  return state.replace(fingerprint=fingerprint(params, state.grad_scope))
 
 
 def _collected(striping: Striping | None, name: str, x: Array) -> np.ndarray:

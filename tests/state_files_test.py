@@ -140,7 +140,8 @@ class RoundTripTest(Files):
     with safe_open(self.path, "numpy") as opened:
       names = opened.keys()
       found = opened.get_tensor("pages.stage_0.layer_1.k")
-    self.assertLen(names, len(jax.tree.leaves(state)))
+    stored = state.replace(fingerprint=None)  # the stamp knows every weight
+    self.assertLen(names, len(jax.tree.leaves(stored)))
     np.testing.assert_array_equal(found, state.pages["stage_0"]["layer_1"]["k"])
 
   def test_the_array_is_a_copy(self):
