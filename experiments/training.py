@@ -20,7 +20,8 @@ from longstraw_jax.checks import differences
 from longstraw_jax.disk import write_whole
 from longstraw_jax.distributed import is_leader
 from longstraw_jax.rewards import load_reward
-from longstraw_jax.run import Run, RunConfig, WarmStartConfig
+from longstraw_jax.run import Run
+from longstraw_jax.run_config import RunConfig, WarmStartConfig
 from longstraw_jax.steps import Learner
 from longstraw_jax.stop_ids import StopId, find_stop_ids
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task

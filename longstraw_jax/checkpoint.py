@@ -330,6 +330,8 @@ def _damage(folder: pathlib.Path, only: list[str] | None = None) -> str | None:
     folder: of the checkpoint.
     only: names of files to look at; None looks at all.
   """
+  if not (folder / MANIFEST).exists():
+    return f"it has no {MANIFEST}, which earlier versions did not write"
   try:
     manifest = json.loads((folder / MANIFEST).read_bytes())
     wanted = {name: list(manifest[name]) for name in only or manifest}

@@ -15,7 +15,8 @@ from longstraw_jax import Group, PolicyObjective
 from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.finite import NonFiniteError, nonfinite_leaves
 from longstraw_jax.metrics import read_rows
-from longstraw_jax.run import Run, RunConfig, WarmStartConfig
+from longstraw_jax.run import Run
+from longstraw_jax.run_config import RunConfig, WarmStartConfig
 from longstraw_jax.steps import apply_gradient, make_learner, update
 from longstraw_jax.tokenizer import ByteTokenizer
 from longstraw_jax.train_config import (

@@ -13,7 +13,8 @@ import numpy as np
 from longstraw_jax import PRESETS, LoraConfig, Model, Params, add_lora
 from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.decay import decayed
-from longstraw_jax.run import Run, RunConfig, WarmStartConfig
+from longstraw_jax.run import Run
+from longstraw_jax.run_config import RunConfig, WarmStartConfig
 from longstraw_jax.sharding import make_mesh, place_at_rest
 from longstraw_jax.steps import apply_gradient, make_learner
 from longstraw_jax.tokenizer import ByteTokenizer

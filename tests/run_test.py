@@ -31,7 +31,8 @@ from longstraw_jax.disk import DiskError, write_whole
 from longstraw_jax.interrupts import Interrupted
 from longstraw_jax.metrics import read_rows
 from longstraw_jax.rewards import RewardError
-from longstraw_jax.run import Run, RunConfig, WarmStartConfig
+from longstraw_jax.run import Run
+from longstraw_jax.run_config import RunConfig, WarmStartConfig
 from longstraw_jax.tasks import Corpus, TaskConfig, make_task
 from longstraw_jax.tokenizer import ByteTokenizer
 from longstraw_jax.train_config import (
