@@ -47,7 +47,7 @@ def _mixed(words: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
   return words ^ (words >> 16)
 
 
-def _checksum(x: Array) -> UInt32[Array, ""]:
+def _checksum(x: Array, seed: UInt32[Array, ""]) -> UInt32[Array, ""]:
   """A sum over an array's words and where they stand; any one word changes it.
 
   Of integers, so that it is the same however devices share the array.
@@ -57,16 +57,16 @@ def _checksum(x: Array) -> UInt32[Array, ""]:
   for axis, size in enumerate(words.shape):
     index = lax.broadcasted_iota(jnp.uint32, words.shape, axis)
     place = place * np.uint32(size % 2**32) + index
-  return _mixed(words + place * _ODD).sum(dtype=jnp.uint32)
+  words = _mixed(words + place * _ODD + seed)
+  return seed * _ODD + words.sum(dtype=jnp.uint32)
 
 
 @jax.jit
 def _fingerprint(leaves: list[Array]) -> UInt32[Array, ""]:
   total = jnp.uint32(0)
   for leaf in leaves:
-    # One after the other, so that the words of one leaf exist at a time.
-    leaf, total = lax.optimization_barrier((leaf, total))
-    total = total * _ODD + _checksum(leaf)
+    # Each begins with the sum so far: the words of one leaf exist at a time.
+    total = _checksum(leaf, total)
   return total
 
 
