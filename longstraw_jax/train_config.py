@@ -164,6 +164,10 @@ class TrainConfig:
       state never does and is always shared.
     advantages: "std", "none" or "leave_one_out".
     constant_length: tokens that normalization "constant" divides by.
+    mismatch_alarm: nats by which the sampler's scores of what it sampled may
+      differ from the trainer's, on the mean of a step's tokens, before a step
+      raises an alarm: the sampler has other weights or other arithmetic. None
+      for no alarm.
     seed: of sampling and of the order of prompts.
   """
 
@@ -172,6 +176,7 @@ class TrainConfig:
   refresh_every: int = 1
   advantages: str = "std"
   constant_length: int | None = None
+  mismatch_alarm: float | None = 0.1
   seed: int = 0
   sampling: SamplingConfig = SamplingConfig()
   engine: EngineConfig = EngineConfig()
@@ -200,6 +205,12 @@ class TrainConfig:
       self.sampling.group_size,
       "an advantage compares the members of a group; of a single one it is "
       "always 0: use at least 2",
+    )
+    _require(
+      self.mismatch_alarm is None or self.mismatch_alarm > 0,
+      "mismatch_alarm",
+      self.mismatch_alarm,
+      "use a positive number of nats, or None",
     )
     if self.objective.normalization == "constant":
       _require(

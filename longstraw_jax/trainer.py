@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import functools
+import logging
 import time
 from typing import Any
 
@@ -161,6 +162,7 @@ class Trainer:
     groups = self._finish(groups, self.rewards(examples, groups))
     clock.lap("reward")
     old = score_groups(self.model, engine, learner.params, groups, states)
+    gap = sampler_gap(groups, old)
     groups = groups.replace(old_logprobs=old)
     if reference is not None:
       ref = score_reference(self.model, engine, reference, groups, prompts)
@@ -189,10 +191,29 @@ class Trainer:
     clock.lap("update")
     tokens = prompts.size + int(np.sum(jax.device_get(groups.lengths)))
     row = summarize_groups(groups) | combine_metrics(figures)
-    row |= skipped_updates(examples, figures)
+    row |= skipped_updates(examples, figures) | self._alarm(step, gap)
     if reference is None:
       del row["kl_ref"]  # there is nothing to be far from
     return learner, row | clock.rates(tokens)
+
+  def _alarm(self, step: int, gap: float) -> dict[str, Any]:
+    """What a step's row says of a sampler that is not the trained policy.
+
+    The ratio cannot show it: it is taken between the trainer's own scores.
+    """
+    most = self.config.mismatch_alarm
+    alarm = most is not None and not gap <= most
+    if alarm:
+      logging.getLogger(__name__).warning(
+        "step %d: the sampler scores its own tokens %.3g nats off the trainer "
+        "(mismatch_alarm is %g): it samples from other weights, or its "
+        "arithmetic is another; publish the weights anew, or correct for it "
+        "(sampler_correction_cap)",
+        step,
+        gap,
+        most,
+      )
+    return {"sampler_gap": gap, "mismatch_alarm": alarm}
 
   def _finish(self, groups: Group, rewards: np.ndarray) -> Group:
     """Adds rewards, advantages and the step's denominators."""
@@ -388,6 +409,20 @@ def summarize_groups(groups: Group) -> dict[str, float]:
     "response_length_mean": float(lengths.mean()),
     "response_length_max": int(lengths.max()),
   }
+
+
+def sampler_gap(groups: Group, scored: Array) -> float:
+  """Mean |log-probability by the sampler - by the trainer|, nats a token.
+
+  Of the same policy, over all of its vocabulary: a sampler that cuts its
+  distribution (top_k, top_p) has no gap by that.
+
+  Args:
+    groups: with the sampler's own `old_logprobs`.
+    scored: the trainer's, [B, G, R].
+  """
+  gap = jnp.where(groups.loss_mask, jnp.abs(groups.old_logprobs - scored), 0.0)
+  return float(gap.sum() / jnp.maximum(groups.loss_mask.sum(), 1))
 
 
 def skipped_updates(

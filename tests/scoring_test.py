@@ -75,6 +75,47 @@ class ScoringTest(parameterized.TestCase):
     row, _ = run_step(Rewards(), rollout_groups=sampler)
     self.assertLess(row["ratio_deviation_max"], 1e-6)
 
+  @parameterized.parameters((1.0, 0, True), (1.0, 5, True), (0.0, 5, False))
+  def test_a_sampler_of_other_weights_raises_an_alarm(self, old, top_k, alarm):
+    """The ratio says nothing of it; a cut distribution is no such thing."""
+
+    def nudged(x):
+      wave = jnp.cos(jnp.arange(x.size)).reshape(x.shape)
+      return (x + old * 0.1 * wave).astype(x.dtype)
+
+    def sampler(model, engine, sampling, stop_ids, keep, learner, *args):
+      params = learner.params.replace(
+        trainable=jax.tree.map(
+          nudged,
+          learner.params.trainable,
+        )
+      )
+      _, groups = steps.rollout_groups(
+        *(model, engine, sampling, stop_ids, keep),
+        learner.replace(params=params),
+        *args,
+      )
+      states, _ = steps.rollout_groups(
+        model, engine, sampling, stop_ids, keep, learner, *args
+      )
+      return states, groups
+
+    sampling = dataclasses.replace(BASE.sampling, top_k=top_k)
+    run = lambda: run_step(
+      Rewards(), rollout_groups=sampler, sampling=sampling
+    )[0]
+    if alarm:
+      with self.assertLogs("longstraw_jax.trainer", "WARNING") as log:
+        row = run()
+      self.assertIn("mismatch_alarm is 0.1", log.output[0])
+      self.assertGreater(row["sampler_gap"], 0.1)
+    else:
+      with self.assertNoLogs("longstraw_jax.trainer", "WARNING"):
+        row = run()
+      self.assertLess(row["sampler_gap"], 1e-4)
+    self.assertEqual(row["mismatch_alarm"], alarm)
+    self.assertLess(row["ratio_deviation_max"], 1e-6)
+
   def test_old_scores_stay_while_weights_move(self):
     """Every update of a rollout is measured from where it began."""
     _, seen = run_step(Rewards(), updates_per_rollout=2)
