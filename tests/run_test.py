@@ -8,6 +8,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -266,6 +267,34 @@ class RunTest(parameterized.TestCase):
     latest = Checkpoints(self.out / "checkpoints").latest()
     self.assertEqual(latest, done if every == 1 else None)
     limits.close()
+    self.assert_continues()
+
+  def test_a_disk_of_two_megabytes(self):
+    """The whole run on a disk that something else fills."""
+    self.out.mkdir()
+    command = f"mount -t tmpfs -o size=2m tmpfs {self.out}".split()
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+      self.skipTest("nothing may be mounted here")
+    command = ["umount", "-l", self.out]
+    self.addCleanup(subprocess.run, command, check=True)
+    filler = self.out / "filler"
+
+    def act():
+      while list((self.out / "checkpoints").glob("*.partial")):
+        time.sleep(0.01)
+      with contextlib.suppress(OSError):
+        filler.write_bytes(bytes(2**21))
+
+    run = make_run(self.out, Accident(self.step, act), checkpoint_every=2)
+    with self.assertRaisesRegex(
+      (DiskError, CheckpointError), f"{self.out}.*No space left.*Free space"
+    ):
+      run.execute()
+    latest = Checkpoints(self.out / "checkpoints").latest()
+    self.assertBetween(WARM_STEPS + self.step - latest, 0, 1)
+    names = [path.name for path in (self.out / "checkpoints").iterdir()]
+    self.assertEqual([x for x in names if not x.isdecimal()], [])
+    filler.unlink()
     self.assert_continues()
 
   @parameterized.parameters("flags.json", "rows.jsonl", "curve.png")
