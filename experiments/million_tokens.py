@@ -90,7 +90,9 @@ def check_same_run(out: pathlib.Path) -> dict[str, Any]:
   return settings
 
 
-def captured_state(model, params, prompt, out, ledger) -> PromptState:
+def captured_state(
+  model, params, prompt, prompt_id, out, ledger
+) -> PromptState:
   """The prompt's state, piece by piece, going on where the file left off."""
   path, piece = out / "state.safetensors", FLAGS.piece
   if path.exists():
@@ -104,6 +106,7 @@ def captured_state(model, params, prompt, out, ledger) -> PromptState:
       chunk_size=FLAGS.chunk_size,
       capacity=len(prompt) - 1,
       grad_scope="full",
+      prompt_id=prompt_id,
     )
     save_state(path, model, params, jax.block_until_ready(state))
     ledger.add("capture", begin)
@@ -123,7 +126,7 @@ def captured_state(model, params, prompt, out, ledger) -> PromptState:
   return state
 
 
-def sampled_group(model, params, state: PromptState, prompt_id: int) -> Group:
+def sampled_group(model, params, state: PromptState) -> Group:
   """Responses with rewards that differ: the share of letters in each."""
   group = rollout(
     model,
@@ -135,11 +138,7 @@ def sampled_group(model, params, state: PromptState, prompt_id: int) -> Group:
   )
   lower = group.responses | 32  # of the ASCII letters
   rewards = ((lower >= 97) & (lower <= 122)).mean(1)
-  return group.replace(
-    rewards=rewards,
-    advantages=group_advantages(rewards),
-    prompt_id=jnp.int32(prompt_id),
-  )
+  return group.replace(rewards=rewards, advantages=group_advantages(rewards))
 
 
 def branch(model, params, group, state, ledger, phase):
@@ -250,8 +249,8 @@ def main(argv):
   example = task.sample(0, "train")
   prompt = jnp.asarray(example.prompt_ids)
   ledger = Ledger(out / "ledger.json")
-  state = captured_state(model, params, prompt, out, ledger)
-  group = sampled_group(model, params, state, example.prompt_id)
+  state = captured_state(model, params, prompt, example.prompt_id, out, ledger)
+  group = sampled_group(model, params, state)
 
   writer = RowWriter(
     out,

@@ -16,11 +16,13 @@ from longstraw_jax.checks import (
   check_capacity,
   check_chunk_size,
   check_one_prompt,
+  check_prompt_of,
   check_scope,
   check_step,
   check_tokens,
   concrete,
 )
+from longstraw_jax.group_checks import prompt_stamp
 from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import (
@@ -53,7 +55,7 @@ def capture(
   capacity: int | None = None,
   length: Int[Array, ""] | int | None = None,
   step: Int[Array, ""] | int = 0,
-  prompt_id: Int[Array, ""] | int = 0,
+  prompt_id: Int[Array, ""] | int | None = None,
   pages: str = "device",
 ) -> PromptState:
   """Runs a prompt chunk by chunk without autograd and keeps its state.
@@ -78,7 +80,8 @@ def capture(
       default. One compiled program serves every length up to it.
     length: real prompt tokens where `prompt` is padded; may be traced.
     step: optimizer step of these weights, stamped on the state.
-    prompt_id: id of the prompt, stamped on the state.
+    prompt_id: id of the prompt, stamped on the state; None is unknown. A group
+      of another one is refused.
     pages: where they are kept. "host" is pinned host memory: whoever reads
       the state fetches them layer by layer, and their gradients and the saved
       carries are there too, so that the device holds those of one layer and of
@@ -118,7 +121,7 @@ def capture(
     length=captured,
     first_chunk=first,
     step=jnp.asarray(step, jnp.int32),
-    prompt_id=jnp.asarray(prompt_id, jnp.int32),
+    prompt_id=prompt_stamp(prompt_id),
     grad_scope=grad_scope,
     chunk_size=chunk_size,
     striping=striping,
@@ -210,7 +213,7 @@ def extend(
     last_token=tokens[added - 1],
     length=captured,
     first_chunk=_first_chunk(captured, chunk_size, scope, tail_chunks),
-    prompt_id=jnp.asarray(prompt_id, jnp.int32),
+    prompt_id=prompt_stamp(prompt_id),
     chunk_size=chunk_size,
   )
 
@@ -463,6 +466,7 @@ def reverse_chunks(
     The sums, with the cotangent of the carry before chunk `first`, and the
     accumulator.
   """
+  check_prompt_of(state, prompt)
   tokens = padded(prompt, state.capacity)
   until = jnp.asarray(stop, jnp.int32) * state.chunk_size
   return walk_backward(

@@ -7,6 +7,7 @@ none and passes.
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 GRAD_SCOPES = ("response_only", "full", "tail", "prefix_frozen")
@@ -14,10 +15,26 @@ CONSTANT_SCOPES = ("response_only", "prefix_frozen")  # no gradient to prompts
 
 
 def concrete(x):
-  """The value as a numpy array, or None where it is traced or absent."""
-  if x is None or isinstance(x, jax.core.Tracer):
+  """The value as a numpy array, or None where it is traced or absent.
+
+  Absent is also what only other processes hold.
+  """
+  if x is None or isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+    return None
+  if isinstance(x, jax.Array) and not (
+    x.is_fully_addressable or x.is_fully_replicated
+  ):
     return None
   return np.asarray(x)
+
+
+def dtype_of(x) -> np.dtype:
+  """Of an array, also of a traced one, or of what numpy makes of nested lists.
+
+  Raises:
+    ValueError: lists of unequal lengths.
+  """
+  return np.dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
 
 
 def differences(found: Mapping, wanted: Mapping, path: str = "") -> list[str]:
@@ -113,11 +130,35 @@ def check_capacity(capacity: int | None, captured) -> None:
     )
 
 
+def check_integers(name: str, x) -> None:
+  """Refuses anything but integers, which a cast would make ids of."""
+  dtype = dtype_of(x)
+  if not jnp.issubdtype(dtype, jnp.integer):
+    raise ValueError(f"{name} are of dtype {dtype}: give integers")
+
+
 def check_responses(
-  responses, lengths, loss_mask, vocab_size: int, max_tokens: int | None = None
+  responses,
+  lengths,
+  loss_mask,
+  vocab_size: int | None,
+  max_tokens: int | None = None,
 ) -> None:
-  """Refuses empty or over-long responses and ids outside the vocabulary."""
-  shape = np.shape(responses)
+  """Refuses empty or over-long responses and ids outside the vocabulary.
+
+  Args:
+    responses: token ids.
+    lengths: real tokens of each.
+    loss_mask: of the same shape, or None.
+    vocab_size: of the model; None is unknown.
+    max_tokens: the longest response allowed; R by default.
+  """
+  try:
+    shape = np.shape(responses)
+  except ValueError:
+    raise ValueError(
+      "responses are lists of unequal lengths: pad them, and give the lengths"
+    ) from None
   if len(shape) != 2 or 0 in shape:
     raise ValueError(
       f"responses have shape {shape}: give [G, R] ids with G, R at least 1"
@@ -134,6 +175,8 @@ def check_responses(
       f"loss_mask has shape {np.shape(loss_mask)} but responses have shape "
       f"{shape}: give one flag a token"
     )
+  check_integers("responses", responses)
+  check_integers("lengths", lengths)
   real = concrete(lengths)
   if real is None:
     return
@@ -147,6 +190,7 @@ def check_responses(
   values = concrete(responses)
   if values is not None:
     inside = np.arange(shape[1]) < real[:, None]
+    vocab_size = 2**31 if vocab_size is None else vocab_size  # of int32
     check_ids("responses", np.where(inside, values, 0), vocab_size)
 
 
@@ -163,32 +207,6 @@ def check_temperature(temperature) -> None:
     raise ValueError(
       f"temperature is {float(value)}: give a positive number, or None for 1 "
       "(greedy responses are scored under the untempered policy)"
-    )
-
-
-def check_group(group, vocab_size: int, prompt_id) -> None:
-  """Refuses malformed groups and groups made for another prompt."""
-  check_responses(group.responses, group.lengths, group.loss_mask, vocab_size)
-  check_temperature(group.temperature)
-  for name in ("advantages", "rewards"):
-    shape = np.shape(getattr(group, name))
-    if shape != np.shape(group.lengths):
-      raise ValueError(
-        f"group.{name} has shape {shape} but there are "
-        f"{np.shape(group.lengths)[0]} members: give one a member"
-      )
-  advantages = concrete(group.advantages)
-  if advantages is not None and not np.isfinite(advantages).all():
-    member = int(np.argmin(np.isfinite(advantages)))
-    raise ValueError(
-      f"member {member} has advantage {advantages[member]}: its reward is "
-      "missing or not finite"
-    )
-  wanted, given = concrete(prompt_id), concrete(group.prompt_id)
-  if wanted is not None and given is not None and int(wanted) != int(given):
-    raise ValueError(
-      f"the group belongs to prompt {int(given)}, not to prompt "
-      f"{int(wanted)}: replay it over the prompt it was sampled from"
     )
 
 
@@ -216,8 +234,26 @@ def check_step(state, step) -> None:
     )
 
 
+def check_prompt_of(state, prompt) -> None:
+  """Refuses another prompt than the state's, as far as the state knows it.
+
+  That is the last token; where `prompt` stops before it nothing is known.
+  """
+  values, last = concrete(prompt), concrete(state.last_token)
+  captured = concrete(state.length)
+  if values is None or last is None or captured is None:
+    return
+  place = int(captured)
+  if place < len(values) and int(values[place]) != int(last):
+    raise ValueError(
+      f"the state is of another prompt: its last token, prompt[{place}], is "
+      f"{int(last)} there and {int(values[place])} here: capture it again"
+    )
+
+
 def check_state(state, prompt, length, grad_scope, chunk_size, step) -> None:
-  """Refuses a state of other weights, prompt length, scope or chunk size."""
+  """Refuses a state of other weights, prompt, scope or chunk size."""
+  check_one_prompt(state)
   check_step(state, step)
   # One chunk is one chunk: capture cuts chunk_size down to a short prompt.
   room = max(np.shape(prompt)[0] - 1, 1)
@@ -235,3 +271,4 @@ def check_state(state, prompt, length, grad_scope, chunk_size, step) -> None:
       f"the state holds a prompt of {int(captured) + 1} tokens, this one has "
       f"{int(real)}: capture it again"
     )
+  check_prompt_of(state, prompt)

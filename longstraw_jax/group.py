@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.capture import capture, reverse_walk
-from longstraw_jax.checks import check_group, check_state
+from longstraw_jax.checks import check_one_prompt, check_state
+from longstraw_jax.group_checks import check_group, token_mask
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.replay import (
   check_replay_sizes,
@@ -69,7 +70,8 @@ def group_gradient(
       by default.
     state: a state captured from this prompt with these parameters and this
       scope; saves the capture.
-    prompt_id: the id that `group` must carry; unchecked if None.
+    prompt_id: the id of the prompt, which `group` and `state` must carry where
+      they carry one; theirs must be the same in any case.
     step: the optimizer step of `params`, which `state` must carry unless it
       is `prefix_frozen`; unchecked if None.
     pages: as in capture; a `state` has its own where it was put.
@@ -82,9 +84,10 @@ def group_gradient(
     chosen otherwise.
 
   Raises:
-    ValueError: bad sizes, ids, responses, or a group of another prompt.
+    ValueError: bad sizes, ids, responses, a group or a state of another
+      prompt, a group without what the objective asks for.
   """
-  check_group(group, model.config.vocab_size, prompt_id)
+  check_group(group, model.config.vocab_size, prompt_id, state)
   check_replay_sizes(block_size, members_at_once)
   seen = True
   if state is None:
@@ -97,7 +100,7 @@ def group_gradient(
       tail_chunks=tail_chunks,
       capacity=capacity,
       length=length,
-      prompt_id=0 if prompt_id is None else prompt_id,
+      prompt_id=prompt_id,
       pages=pages,
     )
   else:
@@ -177,7 +180,11 @@ def branch_gradient(
     differentiated, of its pages (`priors[0]`) and carry, which reverse_walk
     or reverse_chunks take; the objective's metrics.
   """
+  check_one_prompt(state)
+  check_group(group, model.config.vocab_size, None, state)
   seen = check_fresh(params, state)
+  # Whatever the objective: padding is not trained on, nor counted.
+  group = group.replace(loss_mask=token_mask(group))
   responses = jnp.asarray(group.responses, jnp.int32)
   lengths = jnp.asarray(group.lengths, jnp.int32)
   members = (responses, lengths, group.choices, group.temperature)

@@ -20,6 +20,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 import numpy as np
 
+from longstraw_jax.group_checks import (
+  PER_TOKEN,
+  as_mask,
+  check_fields,
+  token_mask,
+)
 from longstraw_jax.types import Group
 
 ADVANTAGE_MODES = ("std", "none", "leave_one_out")
@@ -248,8 +254,8 @@ def loss_denominator(
     [B] denominators, float32, or float64 where that is jax's default.
 
   Raises:
-    ValueError: for an unknown mode, a step without groups, and "constant"
-      without a positive length.
+    ValueError: for an unknown mode, a step without groups, a mask that is not
+      of bools, and "constant" without a positive length.
   """
   _require_one_of("mode", mode, NORMALIZATIONS)
   if not len(loss_masks):
@@ -258,7 +264,7 @@ def loss_denominator(
   if mode == "member":
     total = members
   elif mode == "token":
-    counts = [jnp.asarray(mask).sum() for mask in loss_masks]
+    counts = [as_mask(mask).sum() for mask in loss_masks]
     total = jnp.maximum(sum(counts), 1)
   else:
     if constant_length is None or constant_length <= 0:
@@ -299,7 +305,8 @@ class PolicyObjective:
   """Clipped policy gradient with optional KL penalty and entropy bonus.
 
   Hashable, so that it can be a static argument of a jitted function. Its
-  metrics are float32 scalars without a gradient, of one group each:
+  metrics are float32 scalars without a gradient, of one group each. What the
+  group lacks is left out:
 
     policy_loss           its share of the loss: sum over groups
     num_tokens            masked-in tokens, T below: sum over groups
@@ -307,21 +314,31 @@ class PolicyObjective:
     ratio_mean            mean over T of the ratio
     ratio_deviation_max   largest |ratio - 1|
     kl_old                mean over T of k3 for KL(old || policy), nats
-    kl_ref                mean over T of k3 for KL(policy || ref), nats
+    kl_ref                mean over T of k3 for KL(policy || ref), nats; needs
+                          ref_logprobs
     entropy               mean over T, nats
-    mismatch_mean, _max   over T, of |old - sampling| log-probability, nats
-    reward_mean           mean over members
-    zero_spread           1 if all rewards are equal, else 0
+    mismatch_mean, _max   over T, of |old - sampling| log-probability, nats;
+                          need sampling_logprobs
+    reward_mean           mean over members; needs rewards
+    zero_spread           1 if all rewards are equal, else 0; needs rewards
 
   A mean over no token is 0; so is a maximum.
+
+  Without old_logprobs the trust region is centred on the policy itself, as TRL
+  has it with num_iterations = 1: the present log-probabilities, as constants,
+  are the old ones, and every ratio is 1 to the bit. That is right for the first
+  update of a rollout. Later ones need the scores of the weights that sampled.
 
   Attributes:
     clip_low: how far below 1 the ratio may be pushed, in (0, 1]; 1 turns the
       lower bound off.
     clip_high: how far above 1, positive; inf turns the upper bound off.
     ratio_level: one of `RATIO_LEVELS`.
-    normalization: one of `NORMALIZATIONS`; the groups' denominators must come
-      from `loss_denominator` in the same mode.
+    normalization: one of `NORMALIZATIONS`. Groups of one step that carry
+      denominators have them from `loss_denominator` in the same mode; one that
+      carries none is divided by its own, as a step of this group alone.
+    constant_length: tokens that normalization "constant" divides by, such as
+      the longest response allowed.
     kl_coef: factor of the penalty on KL(policy || reference); 0 keeps the
       reference out of the loss.
     entropy_coef: factor of the entropy bonus.
@@ -333,6 +350,7 @@ class PolicyObjective:
   clip_high: float = 0.2
   ratio_level: str = "token"
   normalization: str = "member"
+  constant_length: int | None = None
   kl_coef: float = 0.0
   entropy_coef: float = 0.0
   sampler_correction_cap: float | None = None
@@ -345,10 +363,15 @@ class PolicyObjective:
     """
     _require_one_of("ratio_level", self.ratio_level, RATIO_LEVELS)
     _require_one_of("normalization", self.normalization, NORMALIZATIONS)
-    cap = self.sampler_correction_cap
+    cap, tokens = self.sampler_correction_cap, self.constant_length
     checks = (
       ("clip_low", 0 < self.clip_low <= 1, "a number in (0, 1], such as 0.2"),
       ("clip_high", self.clip_high > 0, "a positive number, such as 0.2"),
+      (
+        "constant_length",
+        tokens is None or tokens >= 1,
+        "None or a number of tokens, such as 8192",
+      ),
       ("kl_coef", 0 <= self.kl_coef < math.inf, "0 or a positive number"),
       (
         "entropy_coef",
@@ -390,28 +413,32 @@ class PolicyObjective:
       over the groups of the step; and the metrics.
 
     Raises:
-      ValueError: if the [G, R] arrays differ in shape.
+      ValueError: if the [G, R] arrays differ in shape, and if the group lacks
+        what these settings ask for.
     """
+    self._require_known(group)
+    check_fields(group)
     _require_equal_shapes(
-      logprobs=logprobs_GR,
-      entropy=entropy_GR,
-      loss_mask=group.loss_mask,
-      old_logprobs=group.old_logprobs,
-      sampling_logprobs=group.sampling_logprobs,
-      ref_logprobs=group.ref_logprobs,
+      logprobs=logprobs_GR, entropy=entropy_GR, loss_mask=group.loss_mask
     )
-    mask_GR = group.loss_mask
+    mask_GR = token_mask(group)
     dtype = _at_least_float32(logprobs_GR)
-    clean = lambda x_GR: _clean(x_GR, mask_GR, dtype)
+    denominator = self.denominator(group).astype(dtype)
+    clean = lambda x_GR: _clean(jnp.asarray(x_GR), mask_GR, dtype)
     now_GR, entropy_GR = clean(logprobs_GR), clean(entropy_GR)
+    known = {name: getattr(group, name) for name in PER_TOKEN}
+    if group.old_logprobs is None:
+      known["old_logprobs"] = now_GR
     group = group.replace(
-      advantages=group.advantages.astype(dtype),
-      old_logprobs=clean(group.old_logprobs),
-      sampling_logprobs=clean(group.sampling_logprobs),
-      ref_logprobs=clean(group.ref_logprobs),
+      loss_mask=mask_GR,
+      advantages=jnp.asarray(group.advantages, dtype),
+      **{
+        name: lax.stop_gradient(clean(x_GR))
+        for name, x_GR in known.items()
+        if x_GR is not None
+      },
     )
     weights_GR = token_weights(self.normalization, mask_GR, dtype)
-    denominator = group.loss_denominator.astype(dtype)
     share = lambda x_GR: (weights_GR * x_GR).sum() / denominator
 
     ratio_GR = importance_ratio(
@@ -426,12 +453,42 @@ class PolicyObjective:
     metrics = self._token_metrics(now_GR, entropy_GR, ratio_GR, group) | {
       "policy_loss": policy_loss,
       "num_tokens": mask_GR.sum(),
-      "reward_mean": group.rewards.mean(),
-      "zero_spread": group.rewards.max() == group.rewards.min(),
     }
-    return loss, jax.tree.map(
-      lambda x: lax.stop_gradient(x.astype(jnp.float32)), metrics
+    if group.rewards is not None:
+      rewards_G = jnp.asarray(group.rewards)
+      metrics["reward_mean"] = rewards_G.mean()
+      metrics["zero_spread"] = rewards_G.max() == rewards_G.min()
+    return loss, _as_metrics(metrics)
+
+  def denominator(self, group: Group) -> Float[Array, ""]:
+    """What the group's summed loss is divided by: given, or its own.
+
+    Raises:
+      ValueError: there is none, and normalization "constant" has no length.
+    """
+    if group.loss_denominator is not None:
+      return jnp.asarray(group.loss_denominator)
+    (own,) = loss_denominator(
+      self.normalization, [token_mask(group)], self.constant_length
     )
+    return own
+
+  def _require_known(self, group: Group) -> None:
+    """Refuses a group without what the settings ask for."""
+    needs = [("advantages", "a policy gradient", "group_advantages(rewards)")]
+    if self.kl_coef:
+      needs.append(
+        ("ref_logprobs", f"kl_coef={self.kl_coef}", "the reference's scores")
+      )
+    if self.sampler_correction_cap is not None:
+      cap = f"sampler_correction_cap={self.sampler_correction_cap}"
+      needs.append(("sampling_logprobs", cap, "what the sampler recorded"))
+    for name, why, remedy in needs:
+      if getattr(group, name) is None:
+        missing = "; its reward is missing?" if name == "advantages" else ""
+        raise ValueError(
+          f"the group has no {name}, which {why} needs: give {remedy}{missing}"
+        )
 
   def _policy_loss(self, ratio_GR: Array, group: Group) -> Array:
     """[G, R] clipped losses, corrected for the sampler if asked to."""
@@ -454,18 +511,21 @@ class PolicyObjective:
     """Means and maxima over masked-in tokens, of arrays already clean."""
     mask_GR, old_GR = group.loss_mask, group.old_logprobs
     mean = lambda x_GR: _masked_mean(x_GR, mask_GR)
-    mismatch_GR = jnp.abs(old_GR - group.sampling_logprobs)
     deviation_GR = jnp.where(mask_GR, jnp.abs(ratio_GR - 1.0), 0.0)
-    return {
+    metrics = {
       "clip_share": mean(self._clip_binds(ratio_GR, group.advantages)),
       "ratio_mean": mean(ratio_GR),
       "ratio_deviation_max": deviation_GR.max(),
       "kl_old": mean(_k3(now_GR - old_GR)),
-      "kl_ref": mean(_k3(group.ref_logprobs - now_GR)),
       "entropy": mean(entropy_GR),
-      "mismatch_mean": mean(mismatch_GR),
-      "mismatch_max": mismatch_GR.max(),
     }
+    if group.ref_logprobs is not None:
+      metrics["kl_ref"] = mean(_k3(group.ref_logprobs - now_GR))
+    if group.sampling_logprobs is not None:
+      mismatch_GR = jnp.abs(old_GR - group.sampling_logprobs)
+      metrics["mismatch_mean"] = mean(mismatch_GR)
+      metrics["mismatch_max"] = mismatch_GR.max()
+    return metrics
 
   def _clip_binds(self, ratio_GR: Array, advantages_G: Array) -> Array:
     """[G, R] bool: True where the clip, and not the ratio, decides."""
@@ -513,6 +573,13 @@ def _masked_mean(x_GR: Array, mask_GR: Array) -> Array:
   return total / jnp.maximum(mask_GR.sum(), 1)
 
 
+def _as_metrics(values: dict[str, Array]) -> dict[str, Array]:
+  """Float32 scalars without a gradient."""
+  return jax.tree.map(
+    lambda x: lax.stop_gradient(x.astype(jnp.float32)), values
+  )
+
+
 def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
   if value not in allowed:
     raise ValueError(f"{name}={value!r} is unknown: use one of {allowed}")
@@ -528,8 +595,16 @@ def _require_equal_shapes(**arrays: Array) -> None:
 class LikelihoodObjective:
   """Supervised learning through the same capture and replay.
 
-  loss = -sum over masked tokens of log-probability / loss_denominator.
+  loss = -sum over masked tokens of log-probability / loss_denominator,
+
+  the number of members where the group carries none.
   """
+
+  def denominator(self, group: Group) -> Float[Array, ""]:
+    """What the group's summed loss is divided by: given, or its own."""
+    if group.loss_denominator is not None:
+      return jnp.asarray(group.loss_denominator)
+    return loss_denominator("member", [group.loss_mask])[0]
 
   def __call__(
     self,
@@ -538,13 +613,14 @@ class LikelihoodObjective:
     group: Group,
   ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Negative log-likelihood of the responses and its token mean."""
+    check_fields(group)
+    mask_GR = token_mask(group)
     dtype = _at_least_float32(logprobs_GR)
-    total = -_clean(logprobs_GR, group.loss_mask, dtype).sum()
+    total = -_clean(logprobs_GR, mask_GR, dtype).sum()
     metrics = {
-      "nll": -_masked_mean(logprobs_GR, group.loss_mask),
-      "entropy": _masked_mean(entropy_GR, group.loss_mask),
-      "num_tokens": group.loss_mask.sum(),
+      "nll": -_masked_mean(logprobs_GR, mask_GR),
+      "entropy": _masked_mean(entropy_GR, mask_GR),
+      "num_tokens": mask_GR.sum(),
     }
-    return total / group.loss_denominator.astype(dtype), jax.tree.map(
-      lambda x: lax.stop_gradient(x.astype(jnp.float32)), metrics
-    )
+    loss = total / self.denominator(group).astype(dtype)
+    return loss, _as_metrics(metrics)

@@ -9,9 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.checks import (
   check_chunk_size,
+  check_one_prompt,
   check_responses,
   check_temperature,
 )
+from longstraw_jax.group_checks import check_same_prompt
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import (
   on_host,
@@ -43,6 +45,7 @@ def replay(
   choices: Tree | None = None,
   temperature: Float[Array, ""] | float | None = None,
   allow_stale: bool = False,
+  prompt_id: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "G R"]:
   """log pi(responses[g, t] given prompt and responses[g, :t]), [G, R].
 
@@ -67,13 +70,16 @@ def replay(
     allow_stale: no warning of a constant state of other weights. A state that
       passes a gradient on must be of these: under jax.jit, where values cannot
       be refused, it gives NaN.
+    prompt_id: the id of the prompt that the responses were made for, which the
+      state must carry if it carries one.
 
   Returns:
     [G, R] in float32 or wider.
 
   Raises:
     ValueError: empty or over-long responses, bad sizes, ids outside the
-      vocabulary, a temperature that is not positive, a state of other weights.
+      vocabulary, a temperature that is not positive, a state of other weights
+      or of another prompt.
   """
   return replay_scores(
     model,
@@ -86,6 +92,7 @@ def replay(
     choices=choices,
     temperature=temperature,
     allow_stale=allow_stale,
+    prompt_id=prompt_id,
   )[0]
 
 
@@ -101,8 +108,11 @@ def replay_scores(
   choices: Tree | None = None,
   temperature: Float[Array, ""] | float | None = None,
   allow_stale: bool = False,
+  prompt_id: Int[Array, ""] | int | None = None,
 ) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
   """`replay`, and the entropy of the distribution each token came from."""
+  check_one_prompt(state)
+  check_same_prompt(state=state.prompt_id, responses=prompt_id)
   check_responses(responses, lengths, None, model.config.vocab_size)
   check_replay_sizes(block_size, members_at_once)
   check_temperature(temperature)

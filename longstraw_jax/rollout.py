@@ -9,7 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax.checks import check_chunk_size
+from longstraw_jax.checks import check_chunk_size, check_one_prompt
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.precision import wide_dtype
@@ -97,7 +97,7 @@ def rollout(
     allow_stale: no warning of a constant state of other weights.
 
   Returns:
-    A group whose rewards and advantages are missing (NaN). `old_logprobs` are
+    A group whose rewards and advantages are missing (None). `old_logprobs` are
     those of the tempered policy over the whole vocabulary, which is the one
     that is trained (Group.temperature); `sampling_logprobs` those of the
     distribution sampled from. They differ where top_k or top_p cut it, and for
@@ -108,6 +108,7 @@ def rollout(
       id outside the vocabulary, a state of other weights that passes a gradient
       on.
   """
+  check_one_prompt(state)
   check_fresh(params, state, allow_stale, scores_only=True)
   check_chunk_size("group_size", group_size)
   check_chunk_size("max_tokens", max_tokens)

@@ -63,7 +63,7 @@ class PromptState:
     length: P - 1.
     first_chunk: the first chunk that a reverse walk visits.
     step: the optimizer step of the weights that made this state.
-    prompt_id: the id of the prompt.
+    prompt_id: the id of the prompt; UNKNOWN_PROMPT, -1, where nobody named it.
     grad_scope: which gradient the state passes on.
     chunk_size: tokens of one chunk.
     striping: how devices share the pages, on a mesh.

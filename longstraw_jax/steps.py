@@ -13,6 +13,7 @@ import optax
 
 from longstraw_jax.capture import capture
 from longstraw_jax.group import group_gradient
+from longstraw_jax.group_checks import check_same_prompt
 from longstraw_jax.lora import has_lora
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
@@ -117,7 +118,6 @@ def rollout_groups(
   return states, replicate(groups)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def score_groups(
   model: Model,
   engine: EngineConfig,
@@ -126,7 +126,12 @@ def score_groups(
   states: PromptState,
 ) -> Float[Array, "B G R"]:
   """Log-probabilities of every response over the states given."""
+  check_same_prompt(group=groups.prompt_id, state=states.prompt_id)
+  return _score_groups(model, engine, params, groups, states)
 
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score_groups(model, engine, params, groups, states):
   def one(group, state):
     return replay_scores(
       model,
@@ -209,7 +214,6 @@ def apply_gradient(
   )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def update(
   model: Model,
   engine: EngineConfig,
@@ -229,7 +233,8 @@ def update(
     objective: of one group.
     learner: the weights and the optimizer's state.
     prompts: of the groups.
-    groups: with advantages and denominators.
+    groups: with what the objective asks for, and the step's denominators; a
+      group that carries none is divided by its own.
     states: captured with these weights (or stale by policy); None captures.
 
   Returns:
@@ -238,7 +243,17 @@ def update(
     own loss and gradient are; and the summed loss, the gradient's norm and
     `applied`, whether the step was taken.
   """
+  if states is not None:
+    check_same_prompt(group=groups.prompt_id, state=states.prompt_id)
+  return _update(
+    model, engine, optimizer, objective, learner, prompts, groups, states
+  )
 
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _update(
+  model, engine, optimizer, objective, learner, prompts, groups, states
+):
   def one(prompt, group, state):
     loss, grads, metrics = group_gradient(
       model,

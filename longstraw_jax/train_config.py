@@ -163,7 +163,6 @@ class TrainConfig:
       state goes stale, which only `response_only` allows; a `prefix_frozen`
       state never does and is always shared.
     advantages: "std", "none" or "leave_one_out".
-    constant_length: tokens that normalization "constant" divides by.
     mismatch_alarm: nats by which the sampler's scores of what it sampled may
       differ from the trainer's, on the mean of a step's tokens, before a step
       raises an alarm: the sampler has other weights or other arithmetic. None
@@ -175,7 +174,6 @@ class TrainConfig:
   updates_per_rollout: int = 1
   refresh_every: int = 1
   advantages: str = "std"
-  constant_length: int | None = None
   mismatch_alarm: float | None = 0.1
   seed: int = 0
   sampling: SamplingConfig = SamplingConfig()
@@ -214,9 +212,9 @@ class TrainConfig:
     )
     if self.objective.normalization == "constant":
       _require(
-        self.constant_length is not None and self.constant_length >= 1,
+        self.objective.constant_length is not None,
         "constant_length",
-        self.constant_length,
+        self.objective.constant_length,
         "normalization 'constant' needs a number of tokens",
       )
     _require(

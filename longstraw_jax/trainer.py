@@ -12,8 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 import numpy as np
 
-from longstraw_jax.checks import check_group, check_tokens, listed
+from longstraw_jax.checks import check_tokens, listed
 from longstraw_jax.distributed import from_leader
+from longstraw_jax.group_checks import (
+  UNKNOWN_PROMPT,
+  check_group,
+  token_mask,
+)
 from longstraw_jax.interrupts import breakable, check
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.objectives import (
@@ -192,8 +197,6 @@ class Trainer:
     tokens = prompts.size + int(np.sum(jax.device_get(groups.lengths)))
     row = summarize_groups(groups) | combine_metrics(figures)
     row |= skipped_updates(examples, figures) | self._alarm(step, gap)
-    if reference is None:
-      del row["kl_ref"]  # there is nothing to be far from
     return learner, row | clock.rates(tokens)
 
   def _alarm(self, step: int, gap: float) -> dict[str, Any]:
@@ -220,8 +223,8 @@ class Trainer:
     config = self.config
     denominators = loss_denominator(
       config.objective.normalization,
-      groups.loss_mask,
-      config.constant_length,
+      token_mask(groups),
+      config.objective.constant_length,
     )
     rewards = jnp.asarray(rewards)
     advantages = jax.vmap(
@@ -234,7 +237,7 @@ class Trainer:
     )
     vocab_size = self.model.config.vocab_size
     for i in range(config.prompts_per_step):
-      check_group(jax.tree.map(lambda x, i=i: x[i], groups), vocab_size, None)
+      check_group(jax.tree.map(lambda x, i=i: x[i], groups), vocab_size)
     return groups
 
   def supervised_step(
@@ -267,8 +270,6 @@ class Trainer:
       Group.create(
         np.pad(answer, (0, room - len(answer)))[None],
         [len(answer)],
-        rewards=[1.0],
-        advantages=[1.0],
         prompt_id=prompt_id,
         loss_denominator=float(prompts_per_step),
       )
@@ -331,7 +332,8 @@ class Trainer:
       sampling: how; the run's own settings do not matter.
     """
     check_tokens("prompt", prompt, None, self.model.config.vocab_size)
-    one = (jnp.asarray(prompt)[None], jnp.zeros(1, jnp.int32), key[None])
+    prompt_ids = jnp.full(1, UNKNOWN_PROMPT, jnp.int32)
+    one = (jnp.asarray(prompt)[None], prompt_ids, key[None])
     groups = self._sample(learner, *one, sampling)
     return jax.tree.map(lambda x: x[0], groups)
 

@@ -425,7 +425,7 @@ class RefusalTest(parameterized.TestCase):
     )
     self.assertEqual(int(longer.step), 3)
     self.assertEqual(int(longer.prompt_id), 5)
-    self.assertEqual(int(state.prompt_id), 0)
+    self.assertEqual(int(state.prompt_id), -1)  # unknown
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def make_group(room: int, lengths: tuple[int, ...] = (4, 2), **known) -> Group:
     random.integers(0, VOCABULARY, (number, room)),
     [room, *lengths],
     rewards=jnp.ones(number),
-    advantages=jnp.array([1.0, -0.7, 0.4]),
+    advantages=jnp.array([1.0, -0.7, 0.4])[:number],
     old_logprobs=near(),
     ref_logprobs=near(),
     sampling_logprobs=near(),

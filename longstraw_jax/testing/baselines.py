@@ -68,13 +68,15 @@ def serial_remat_gradient(
   """The same one full row at a time, with per-layer checkpointing.
 
   The objective must be a sum over members: it is called with groups of one.
+  Its `denominator` is that of the whole group.
   """
+  denominator = objective.denominator(group)
   config = dataclasses.replace(model.config, saved="inputs")
 
   def one(sums, member):
     alone = jax.tree.map(lambda x: x[None], member)
     alone = alone.replace(
-      prompt_id=group.prompt_id, loss_denominator=group.loss_denominator
+      prompt_id=group.prompt_id, loss_denominator=denominator
     )
 
     def loss_of(trainable):
@@ -111,7 +113,23 @@ def compile_gradient(
   """
   ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   params = jax.eval_shape(model.init, jax.random.key(0))
-  members = jax.eval_shape(Group.create, ids(group, response), ids(group))
+  numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  make = lambda ids, lengths, rewards, scores: Group.create(
+    ids,
+    lengths,
+    rewards=rewards,
+    advantages=rewards,
+    old_logprobs=scores,
+    sampling_logprobs=scores,
+    ref_logprobs=scores,
+  )
+  members = jax.eval_shape(
+    make,
+    ids(group, response),
+    ids(group),
+    numbers(group),
+    numbers(group, response),
+  )
   return jax.jit(gradient).lower(params, ids(prompt), members).compile()
 
 

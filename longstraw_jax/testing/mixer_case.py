@@ -52,7 +52,6 @@ class Case:
       LENGTHS,
       old_logprobs=rng.normal(size=shape),
       ref_logprobs=rng.normal(size=shape),
-      advantages=np.ones(shape[0]),
     )
     return cls(model, params, prompt, group)
 
