@@ -22,6 +22,7 @@ from longstraw_jax.checks import (
   check_tokens,
   concrete,
 )
+from longstraw_jax.choices import check_same_layers, prompt_choices
 from longstraw_jax.group_checks import prompt_stamp
 from longstraw_jax.lora import frozen_base
 from longstraw_jax.models.model import Model, Params
@@ -32,7 +33,13 @@ from longstraw_jax.ops.pages import (
 )
 from longstraw_jax.sharding import num_shards
 from longstraw_jax.staleness import check_fresh, fingerprint
-from longstraw_jax.state import PromptState, grow_rows, grow_saved, tree_zeros
+from longstraw_jax.state import (
+  PromptState,
+  grow_rows,
+  grow_saved,
+  tree_grown,
+  tree_zeros,
+)
 from longstraw_jax.types import Tree
 from longstraw_jax.walk import (
   Begun,
@@ -57,6 +64,7 @@ def capture(
   step: Int[Array, ""] | int = 0,
   prompt_id: Int[Array, ""] | int | None = None,
   pages: str = "device",
+  choices: Tree | None = None,
 ) -> PromptState:
   """Runs a prompt chunk by chunk without autograd and keeps its state.
 
@@ -88,10 +96,17 @@ def capture(
       one chunk. `full` and `tail` gradients then come from group_gradient;
       jax.vmap over prompts is not possible, as JAX cannot slice a batch of
       host arrays.
+    choices: recorded choices (experts, keys) of the captured tokens, which are
+      followed instead of the live ones here and in every gradient: stage ->
+      layer -> name -> [L, P - 1, A], padded like `prompt` where that is. What
+      is missing is chosen afresh. The last prompt token's are row 0 of
+      Group.choices. Under jax.jit, where values cannot be refused, what is out
+      of range adds nothing.
 
   Raises:
     ValueError: bad sizes or scope, empty prompt, ids outside the vocabulary,
-      `prefix_frozen` where not exactly adapters learn, no such place.
+      `prefix_frozen` where not exactly adapters learn, no such place, choices
+      that this model cannot have made.
   """
   check_place(pages)
   check_chunk_size("chunk_size", chunk_size)
@@ -109,10 +124,17 @@ def capture(
   striping = Striping.of_mesh(chunk_size)
   captured = jnp.asarray(real, jnp.int32) - 1
   tokens = padded(prompt, wanted + -wanted % chunk_size)
-  first = _first_chunk(captured, chunk_size, grad_scope, tail_chunks)
-  rows, carry, saved = _capture(
-    model, chunk_size, grad_scope, pages, params, tokens, captured, first
+  choices = prompt_choices(
+    model,
+    choices,
+    prompt.shape[0] - 1,
+    captured,
+    tokens.shape[0],
+    padding=length is not None,
   )
+  first = _first_chunk(captured, chunk_size, grad_scope, tail_chunks)
+  arrays = (params, tokens, captured, first, choices)
+  rows, carry, saved = _capture(model, chunk_size, grad_scope, pages, *arrays)
   return PromptState(
     pages=rows,
     carry=carry,
@@ -125,6 +147,7 @@ def capture(
     grad_scope=grad_scope,
     chunk_size=chunk_size,
     striping=striping,
+    choices=choices,
     fingerprint=made_by,
   )
 
@@ -142,6 +165,7 @@ def extend(
   step: Int[Array, ""] | int = 0,
   allow_stale: bool = False,
   prompt_id: Int[Array, ""] | int | None = None,
+  choices: Tree | None = None,
 ) -> PromptState:
   """Goes on with a state: that of its prompt with `tokens` behind it.
 
@@ -176,10 +200,14 @@ def extend(
     allow_stale: goes on with a state of other weights, whose step and
       fingerprint stay on it; under `response_only` alone.
     prompt_id: id of the longer prompt; the state's by default.
+    choices: as in capture, of the tokens that are run: [L, T, A], row 0 the
+      last prompt token's. For a state with `choices` of the same layers, and
+      for no other.
 
   Raises:
     ValueError: no tokens, ids outside the vocabulary, a capacity that does not
-      hold the longer prompt, a state of another step, bad sizes.
+      hold the longer prompt, a state of another step, bad sizes, choices that
+      this model cannot have made or for a state without.
   """
   check_one_prompt(state)
   check_tokens("tokens", tokens, length, model.config.vocab_size)
@@ -199,9 +227,13 @@ def extend(
   added = tokens.shape[0] if length is None else length
   check_capacity(capacity, state.length + added)
   room = _next_room(state, tokens.shape[0], length, capacity, chunk_size)
+  choices = prompt_choices(
+    model, choices, tokens.shape[0], added, tokens.shape[0], state.length
+  )
+  check_same_layers(state.choices, choices)
   added = jnp.asarray(added, jnp.int32)
-  rows, carry, saved = _extend(
-    model, chunk_size, room, params, state, tokens, added
+  rows, carry, saved, choices = _extend(
+    model, chunk_size, room, params, state, tokens, added, choices
   )
   captured = state.length + added
   scope = state.grad_scope
@@ -215,6 +247,7 @@ def extend(
     first_chunk=_first_chunk(captured, chunk_size, scope, tail_chunks),
     prompt_id=prompt_stamp(prompt_id),
     chunk_size=chunk_size,
+    choices=choices,
   )
 
 
@@ -275,7 +308,7 @@ def _first_chunk(captured, chunk_size: int, grad_scope: str, tail_chunks):
 
 
 def _prompt_job(
-  tokens, captured, chunk_size: int, pages: str = "device"
+  tokens, captured, choices, chunk_size: int, pages: str = "device"
 ) -> Job:
   """The walk over a prompt: nothing is scored."""
   return Job(
@@ -285,14 +318,22 @@ def _prompt_job(
     start=jnp.int32(0),
     block=chunk_size,
     striping=Striping.of_mesh(chunk_size),
+    choices=choices,
     pages=pages,
   )
 
 
 def _run(
-  model: Model, chunk_size, save_carries, pages, params, tokens, captured
+  model: Model,
+  chunk_size,
+  save_carries,
+  pages,
+  params,
+  tokens,
+  captured,
+  choices,
 ):
-  job = _prompt_job(tokens, captured, chunk_size, pages)
+  job = _prompt_job(tokens, captured, choices, chunk_size, pages)
   carry = tree_zeros(model.state_shapes(1)[1])
   walked = walk_forward(
     model, params, (), carry, job, save_carries=save_carries
@@ -300,7 +341,9 @@ def _run(
   return walked.rows, walked.carry, walked.saved_carries
 
 
-def _run_on(model: Model, chunk_size, room, params, state, tokens, added):
+def _run_on(
+  model: Model, chunk_size, room, params, state, tokens, added, choices
+):
   """_run of the longer prompt, gone on with behind the state's tokens."""
   fed = jnp.concatenate([state.last_token[None], tokens[:-1]])
   places = state.length + jnp.arange(fed.shape[0], dtype=jnp.int32)
@@ -319,7 +362,7 @@ def _run_on(model: Model, chunk_size, room, params, state, tokens, added):
     params,
     (),
     state.carry,
-    _prompt_job(whole, state.length + added, chunk_size),
+    _prompt_job(whole, state.length + added, choices, chunk_size),
     save_carries=state.differentiated,
     begun=begun,
   )
@@ -327,11 +370,25 @@ def _run_on(model: Model, chunk_size, room, params, state, tokens, added):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _extend(model, chunk_size, room, params, state, tokens, added):
-  arrays = (params, state, tokens, added)
+def _extend(model, chunk_size, room, params, state, tokens, added, choices):
+  choices = _longer_choices(state, choices, room + chunk_size)
+  arrays = (params, state, tokens, added, choices)
   if state.differentiated:
-    return _not_differentiated(model, chunk_size, room, *arrays)
-  return _run_on(model, chunk_size, room, *lax.stop_gradient(arrays))
+    out = _not_differentiated(model, chunk_size, room, *arrays)
+  else:
+    out = _run_on(model, chunk_size, room, *lax.stop_gradient(arrays))
+  return *out, jax.tree.map(lambda x: x[..., :room, :], choices)
+
+
+def _longer_choices(state, choices, room: int):
+  """The state's recorded choices with those of new tokens behind them."""
+
+  def join(old, new):
+    places = state.length + jnp.arange(new.shape[-2], dtype=jnp.int32)
+    whole = tree_grown(old, -2, max(room, old.shape[-2]))[..., :room, :]
+    return whole.at[..., places, :].set(new, mode="drop")
+
+  return jax.tree.map(join, state.choices, choices)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -352,41 +409,46 @@ def _refuse_to_differentiate(model, chunk_size, room, primals, tangents):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _capture(
-  model, chunk_size, grad_scope, pages, params, tokens, captured, first
+  model, chunk_size, grad_scope, pages, params, tokens, captured, first, choices
 ):
+  sizes = (model, chunk_size)
   if grad_scope in CONSTANT_SCOPES:
-    params = lax.stop_gradient(params)
-    return _run(model, chunk_size, False, pages, params, tokens, captured)
+    arrays = (lax.stop_gradient(params), tokens, captured, choices)
+    return _run(*sizes, False, pages, *arrays)
   return _differentiated(
-    model, chunk_size, pages, params, tokens, captured, first
+    *sizes, pages, params, tokens, captured, first, choices
   )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _differentiated(model, chunk_size, pages, params, tokens, captured, first):
+def _differentiated(
+  model, chunk_size, pages, params, tokens, captured, first, choices
+):
   del first
-  return _run(model, chunk_size, True, pages, params, tokens, captured)
+  arrays = (params, tokens, captured, choices)
+  return _run(model, chunk_size, True, pages, *arrays)
 
 
 def _differentiated_fwd(
-  model, chunk_size, pages, params, tokens, captured, first
+  model, chunk_size, pages, params, tokens, captured, first, choices
 ):
   if pages == "host":
     refuse_host_cotangent()
-  out = _run(model, chunk_size, True, pages, params, tokens, captured)
+  arrays = (params, tokens, captured, choices)
+  out = _run(model, chunk_size, True, pages, *arrays)
   rows, _, saved = out
-  return out, (params, tokens, captured, first, rows, saved)
+  return out, (*arrays, first, rows, saved)
 
 
 def _differentiated_bwd(model, chunk_size, pages, residuals, cotangents):
   del pages
-  params, tokens, captured, first, rows, saved = residuals
+  params, tokens, captured, choices, first, rows, saved = residuals
   page_grads, carry_grads, _ = cotangents
   sums, _ = walk_backward(
     model,
     params,
     (),
-    _prompt_job(tokens, captured, chunk_size),
+    _prompt_job(tokens, captured, choices, chunk_size),
     rows,
     saved,
     None,
@@ -397,7 +459,7 @@ def _differentiated_bwd(model, chunk_size, pages, residuals, cotangents):
   trainable = jax.tree.map(
     lambda x, like: x.astype(like.dtype), sums.params, params.trainable
   )
-  return Params(trainable=trainable, frozen=None), None, None, None
+  return Params(trainable=trainable, frozen=None), None, None, None, None
 
 
 _differentiated.defvjp(_differentiated_fwd, _differentiated_bwd)
@@ -469,11 +531,12 @@ def reverse_chunks(
   check_prompt_of(state, prompt)
   tokens = padded(prompt, state.capacity)
   until = jnp.asarray(stop, jnp.int32) * state.chunk_size
+  length = jnp.minimum(state.length, until)
   return walk_backward(
     model,
     params,
     (),
-    _prompt_job(tokens, jnp.minimum(state.length, until), state.chunk_size),
+    _prompt_job(tokens, length, state.choices, state.chunk_size),
     state.pages,
     state.saved_carries,
     None,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.capture import capture, reverse_walk
 from longstraw_jax.checks import check_one_prompt, check_state
+from longstraw_jax.choices import response_choices
 from longstraw_jax.group_checks import check_group, token_mask
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.replay import (
@@ -18,7 +19,7 @@ from longstraw_jax.replay import (
 )
 from longstraw_jax.staleness import check_fresh, if_fresh
 from longstraw_jax.state import PromptState
-from longstraw_jax.types import Group
+from longstraw_jax.types import Group, Tree
 from longstraw_jax.walk import Gradients
 
 Objective = Callable[[Array, Array, Group], tuple[Array, dict]]
@@ -44,6 +45,7 @@ def group_gradient(
   step: Int[Array, ""] | int | None = None,
   pages: str = "device",
   allow_stale: bool = False,
+  prompt_choices: Tree | None = None,
 ) -> tuple[Float[Array, ""], dict, dict]:
   """Loss, gradient and metrics of one group at the memory of one branch.
 
@@ -76,6 +78,7 @@ def group_gradient(
       is `prefix_frozen`; unchecked if None.
     pages: as in capture; a `state` has its own where it was put.
     allow_stale: as in replay.
+    prompt_choices: capture's `choices`; a `state` has its own.
 
   Returns:
     The loss, gradients like params.trainable in float32 or wider, and the
@@ -102,11 +105,18 @@ def group_gradient(
       length=length,
       prompt_id=prompt_id,
       pages=pages,
+      choices=prompt_choices,
+    )
+  elif prompt_choices is not None:
+    raise ValueError(
+      "prompt_choices are given with a state, which has its own: give them to "
+      "the capture that makes it"
     )
   else:
     check_state(state, prompt, length, grad_scope, chunk_size, step)
     seen = check_fresh(params, state, allow_stale)
   room = group.responses.shape[1]
+  group = _with_checked_choices(model, group, state)
   if seen:
     state = state.replace(fingerprint=None)
   return _group_gradient(
@@ -120,6 +130,15 @@ def group_gradient(
     group,
     state,
   )
+
+
+def _with_checked_choices(
+  model: Model, group: Group, state: PromptState
+) -> Group:
+  choices = response_choices(
+    model, group.choices, group.responses.shape, group.lengths, state.length
+  )
+  return group.replace(choices=choices)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -185,6 +204,7 @@ def branch_gradient(
   seen = check_fresh(params, state)
   # Whatever the objective: padding is not trained on, nor counted.
   group = group.replace(loss_mask=token_mask(group))
+  group = _with_checked_choices(model, group, state)
   responses = jnp.asarray(group.responses, jnp.int32)
   lengths = jnp.asarray(group.lengths, jnp.int32)
   members = (responses, lengths, group.choices, group.temperature)
@@ -196,8 +216,8 @@ def branch_gradient(
   dscores = pull_back(jnp.ones_like(loss))
   if not seen:
     loss, dscores = if_fresh(params, state, (loss, dscores))
-  if group.choices is not None:
-    counted = group.loss_mask.sum()
+  if changed is not None:
+    counted = jnp.maximum(group.loss_mask.sum(), 1)
     share = jnp.where(group.loss_mask, changed, 0.0).sum() / counted
     metrics = metrics | {"choices_changed_share": share}
   sums = replay_members(

@@ -13,6 +13,7 @@ from longstraw_jax.checks import (
   check_responses,
   check_temperature,
 )
+from longstraw_jax.choices import response_choices
 from longstraw_jax.group_checks import check_same_prompt
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import (
@@ -64,7 +65,8 @@ def replay(
       responses are walked block by block against their own pages.
     members_at_once: members replayed together, on every device that has
       members of its own; memory grows with it.
-    choices: recorded ones to follow, see Group.choices.
+    choices: recorded ones to follow, see Group.choices; the prompt's are
+      capture's.
     temperature: scores the policy whose logits are divided by it, as
       Group.temperature; None for 1.
     allow_stale: no warning of a constant state of other weights. A state that
@@ -119,6 +121,9 @@ def replay_scores(
   if temperature is not None:
     temperature = jnp.asarray(temperature, jnp.result_type(float))
   responses = jnp.asarray(responses, jnp.int32)
+  choices = response_choices(
+    model, choices, responses.shape, lengths, state.length
+  )
   lengths = jnp.asarray(lengths, jnp.int32)
   block_size = block_size or responses.shape[1]
   seen = check_fresh(params, state, allow_stale)

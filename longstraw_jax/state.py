@@ -67,6 +67,9 @@ class PromptState:
     grad_scope: which gradient the state passes on.
     chunk_size: tokens of one chunk.
     striping: how devices share the pages, on a mesh.
+    choices: recorded choices that the captured tokens followed, stage ->
+      layer -> name -> [L, S, A], zero behind them; None where they chose
+      afresh.
     fingerprint: a checksum of the weights that made this state (see
       staleness.py); None where nobody knows them.
   """
@@ -82,6 +85,7 @@ class PromptState:
   grad_scope: str = struct.field(pytree_node=False)
   chunk_size: int = struct.field(pytree_node=False)
   striping: Striping | None = struct.field(pytree_node=False, default=None)
+  choices: Tree | None = None
   fingerprint: UInt32[Array, ""] | None = None
 
   @property
@@ -96,6 +100,8 @@ class PromptState:
       return rows.shape[-2]
     for carries in jax.tree.leaves(self.saved_carries):
       return carries.shape[0] * self.chunk_size
+    for chosen in jax.tree.leaves(self.choices):
+      return chosen.shape[-2]
     return None
 
 

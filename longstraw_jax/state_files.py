@@ -49,6 +49,7 @@ from longstraw_jax.state import (
   state_specs,
   tree_zeros,
 )
+from longstraw_jax.types import Tree
 from longstraw_jax.weights.safetensors_files import (
   SafetensorsSource,
   write_safetensors_file,
@@ -64,6 +65,7 @@ STAMP = {
   "capacity": int,
   "config": dict,
   "weights": dict,
+  "choices": list,
 }
 MOST_LISTED = 5  # differing leaves in an error message
 
@@ -98,6 +100,7 @@ def save_state(
     "capacity": state.capacity or 0,
     "config": _settings(model),
     "weights": weight_digests(params, state.grad_scope),
+    "choices": sorted(named_leaves(state.choices)),
   }
   # Of the weights the stamp has a digest a leaf.
   leaves = named_leaves(state.replace(fingerprint=None))
@@ -282,6 +285,7 @@ def _blank(model: Model, stamp: dict) -> PromptState:
       chunk_size=chunk_size,
       striping=Striping.of_mesh(chunk_size),
     )
+    state = state.replace(choices=_blank_choices(model, stamp))
     if not state.differentiated:
       return state
     chunks = (capacity // chunk_size,)
@@ -289,6 +293,19 @@ def _blank(model: Model, stamp: dict) -> PromptState:
     return state.replace(saved_carries=jax.tree.map(each, carry))
 
   return jax.eval_shape(make)
+
+
+def _blank_choices(model: Model, stamp: dict) -> Tree | None:
+  """Those that the stamp names and the model makes."""
+  tree: dict = {}
+  for stage, layers in model.declared_choices().items():
+    for layer, names in layers.items():
+      for name, (kind, repeats) in names.items():
+        if f"{stage}.{layer}.{name}" in stamp["choices"]:
+          shape = (repeats, stamp["capacity"], kind.number)
+          zeros = jnp.zeros(shape, jnp.int32)
+          tree.setdefault(stage, {}).setdefault(layer, {})[name] = zeros
+  return tree or None
 
 
 def _misfits(tensors: dict[str, TensorInfo], like: PromptState) -> list[str]:
@@ -305,6 +322,7 @@ def _read_stamp(path: pathlib.Path, metadata: dict[str, str]) -> dict:
     raise _refuse(path, f"its format is {found!r}, not {FORMAT!r}")
   try:
     stamp = json.loads(metadata.get("stamp", ""))
+    stamp = {"choices": []} | stamp  # files without any need not say so
     whole = all(isinstance(stamp[name], kind) for name, kind in STAMP.items())
   except (ValueError, KeyError, TypeError):
     whole = False

@@ -71,7 +71,9 @@ class Group:
       group alone.
     choices: discrete choices (experts, keys) that the sampler made for each
       token it fed, stage -> layer -> name -> [G, L, R, A], to be followed by
-      scoring and replay; None lets these choose afresh.
+      scoring and replay; None lets these choose afresh. Row t belongs to the
+      token that is fed to predict response token t, row 0 to the prompt's last
+      token; those of the tokens before it are capture's.
     temperature: the responses were sampled with. The policy that is scored and
       trained, with its ratio, KL and entropy, is the tempered one: its logits
       are divided by this. None for 1, and for greedy responses, of which the

@@ -104,7 +104,7 @@ class Walked:
     logprobs: of the targets, zero at padding, [*M, S].
     entropy: of every predicted distribution, zero at padding.
     changed: share of layers that would have chosen otherwise than the job's
-      choices, zero at padding; None where it has none.
+      choices, zero at padding; None where it has none or nothing is scored.
     rows: the sequence's own rows, [*M, L, ..., S, H].
     carry: after the last real token.
     saved_carries: at the entry of every block, [blocks, *M, L, ...]; empty
@@ -183,7 +183,7 @@ def _one_block(
     params, tokens, span, segments, carry, choices, write, member=member
   )
   changed = None
-  if choices is not None:
+  if choices and targets is not None:
     changed = _changed_share(out.choices, choices, span)
   if targets is None:
     scores = (jnp.zeros(0),) * 2
@@ -366,7 +366,7 @@ def walk_forward(
   walked = Walked(
     logprobs=scores,
     entropy=scores,
-    changed=None if job.choices is None else jnp.zeros(job.tokens.shape),
+    changed=(jnp.zeros(job.tokens.shape) if scored and job.choices else None),
     rows=blank.rows,
     carry=carry,
     saved_carries=blank.saved_carries,

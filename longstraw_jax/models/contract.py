@@ -10,7 +10,9 @@ and declares, as a plain method that needs no parameters, what it will add:
   rows, carry = mixer.state_shapes(tokens, dtype)
 
 A feed-forward is y_TD = ffn(x_TD); one that chooses (an expert a token) says
-so by `chooses = True` and is y_TD, chosen = ffn(x_TD, choices). One may name
+so by `chooses = True` and is y_TD, chosen = ffn(x_TD, choices). Whatever
+chooses declares it by a plain method, declared_choices(), name -> Choice;
+recorded choices of no declared name are refused. One may name
 parameters of experts, `stacked`, that it gives to expert_mlp as they come: they
 are a StackedLayer where they are frozen, Shared where members of one loss do
 share them.
@@ -24,6 +26,8 @@ On a mesh reads of pages find their owners by themselves. A mixer may say how
 its other arrays are shared out, `constrain(x, None, "heads", None)`, with the
 names of sharding.MESH_AXES; what it leaves open XLA decides.
 """
+
+import dataclasses
 
 from flax import struct
 import jax
@@ -70,6 +74,20 @@ class Update:
   taps: tuple[dict | None, ...]
   shared: dict[str, Array] = struct.field(default_factory=dict)
   choices: dict[str, Array] = struct.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """A discrete choice that a module makes for every token.
+
+  Attributes:
+    number: A, how many are chosen.
+    ids: they are in [0, ids); None where they are positions of tokens, the
+      choosing one's at most, and selection.NO_KEY where there is none.
+  """
+
+  number: int
+  ids: int | None
 
 
 Shapes = tuple[dict[str, jax.ShapeDtypeStruct], Tree]

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from longstraw_jax.config import LatentConfig
-from longstraw_jax.models.contract import Shapes, State, Update
+from longstraw_jax.models.contract import Choice, Shapes, State, Update
 from longstraw_jax.models.layers import Linear, RMSNorm
 from longstraw_jax.ops.pages import attend_chosen, open_rows
 from longstraw_jax.ops.precision import widen
 from longstraw_jax.ops.rotary import rotary_tables, rotate_interleaved
-from longstraw_jax.ops.selection import select_keys
+from longstraw_jax.ops.selection import NO_KEY, select_keys
 from longstraw_jax.types import Span
 
 KEY_NORM_EPS = 1e-6
@@ -153,7 +153,11 @@ class LatentAttention(nn.Module):
         "a latent attention layer without an index has no layer with one "
         "below it in its pattern: put both into one Stage"
       )
-    keys = state.choices.get("keys", live)
+    keys = live
+    if "keys" in state.choices:
+      forced = state.choices["keys"]
+      seen = (forced >= 0) & (forced <= span.positions[:, None])
+      keys = jnp.where(seen, forced, NO_KEY)
     own = open_rows({"latent": rows["latent"]}, tokens, span.positions[0])
     o_TNR, (*taps, _) = attend_chosen(
       q_TNH * scale,
@@ -173,6 +177,13 @@ class LatentAttention(nn.Module):
       shared={"keys": keys},
       choices=choices,
     )
+
+  @nn.nowrap
+  def declared_choices(self) -> dict[str, Choice]:
+    """The keys of every query, where the layer has an index of its own."""
+    if not self.indexed:
+      return {}
+    return {"keys": Choice(number=self.sizes.index_topk, ids=None)}
 
   @nn.nowrap
   def state_shapes(self, tokens: int, dtype: str) -> Shapes:

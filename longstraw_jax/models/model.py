@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import LayerSpec, ModelConfig
-from longstraw_jax.models.contract import State, Update
+from longstraw_jax.models.contract import Choice, State, Update
 from longstraw_jax.models.layers import NORMS, PROJECTION
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.experts import Shared, StackedLayer
@@ -110,6 +110,14 @@ class Block(nn.Module):
   def stacked(self) -> tuple[tuple[str, ...], ...]:
     """Paths of parameters that, frozen, are read in the stack of all layers."""
     return tuple(("ffn", name) for name in getattr(self.ffn, "stacked", ()))
+
+  @nn.nowrap
+  def declared_choices(self) -> dict[str, Choice]:
+    """What the layer's modules choose for every token, by name."""
+    declared = {}
+    for module in (self.mixer, self.ffn):
+      declared |= getattr(module, "declared_choices", dict)()
+    return declared
 
   @nn.nowrap
   def names(self, attribute: str, path: str) -> bool:
@@ -294,6 +302,20 @@ class Model:
       carry.setdefault(stage, {})[layer] = stacked[1]
     return rows, carry
 
+  def declared_choices(self) -> dict[str, dict[str, dict]]:
+    """What every layer chooses, stage -> layer -> name -> (Choice, repeats).
+
+    Stages and layers that choose nothing are not among them.
+    """
+    out: dict[str, dict] = {}
+    for stage, layer, block, repeats in self.layers():
+      declared = block.declared_choices()
+      if declared:
+        out.setdefault(stage, {})[layer] = {
+          name: (kind, repeats) for name, kind in declared.items()
+        }
+    return out
+
   def gradient_rows(self, rows: Tree) -> Tree:
     """The part of a tree of rows, or of their taps, that has a gradient."""
     out: dict[str, dict] = {}
@@ -345,7 +367,7 @@ class Model:
       body = functools.partial(self._layer, self.blocks[i], span, member)
       views = [s.replace(rows=s.rows[name], taps=None) for s in segments]
       own_taps = tuple(None if tap is None else tap[name] for tap in taps)
-      follow = {} if choices is None else choices[name]
+      follow = {} if choices is None else choices.get(name, {})
       scanned, stacked = self._split_stacked(
         i, tree[name], params.frozen.get(name, {})
       )

@@ -6,7 +6,8 @@
 best in descending order, the lowest id first where scores are equal.
 `choices` is empty, to go by it, or such a dict recorded earlier, to go by that
 instead: the ids are forced, the mixture weights are the router's own of now.
-With the ids that it would choose anyway, the result has the same bits.
+With the ids that it would choose anyway, the result has the same bits. Forced
+ids out of range add nothing.
 
 A choice is a function of the token alone, whatever batch it stands in: see
 ops/rowwise.py. Padding tokens are routed like the rest.
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import MoEConfig
+from longstraw_jax.models.contract import Choice
 from longstraw_jax.models.layers import Linear, SwiGLU, weight
 from longstraw_jax.ops.experts import expert_mlp
 from longstraw_jax.ops.precision import wide_dtype, widen
@@ -105,9 +107,14 @@ class _MoE(nn.Module):
     x_TD = x_TD.astype(self.dtype)
     logits_TE, ranking_TE = self._scores(x_TD)
     chosen = {"experts": top_experts(ranking_TE, sizes)}
-    experts_TA = (chosen | choices)["experts"]
+    forced_TA = choices.get("experts")
+    experts_TA = chosen["experts"]
+    if forced_TA is not None:
+      experts_TA = jnp.clip(forced_TA, 0, sizes.num_experts - 1)
     logits_TA = jnp.take_along_axis(logits_TE, experts_TA, axis=-1)
     weights_TA = self._weights(logits_TA, logits_TE)
+    if forced_TA is not None:
+      weights_TA = jnp.where(experts_TA == forced_TA, weights_TA, 0)
 
     matrix = nn.initializers.lecun_normal(batch_axis=0)
     hidden, experts = sizes.expert_hidden_dim, sizes.num_experts
@@ -134,6 +141,14 @@ class _MoE(nn.Module):
       row_block=sizes.row_block,
     )
     return (y_TD + self._shared(x_TD)).astype(x_TD.dtype), chosen
+
+  @nn.nowrap
+  def declared_choices(self) -> dict[str, Choice]:
+    """The experts of every token."""
+    sizes = self.sizes
+    return {
+      "experts": Choice(number=sizes.experts_per_token, ids=sizes.num_experts)
+    }
 
   def _scores(self, x_TD):
     """Logits, and the scores that decide, both [T, E]."""
