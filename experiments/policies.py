@@ -68,6 +68,13 @@ def define_flags() -> None:
     "Unknown keys of a checkpoint's configuration to pass over; they are "
     "refused otherwise.",
   )
+  flags.DEFINE_enum(
+    "param_dtype",
+    None,
+    ("float32", "bfloat16"),
+    "Dtype of a checkpoint's weights; its own if not given, but float16, in "
+    "which nothing is trained.",
+  )
   flags.DEFINE_boolean(
     "begin_token",
     True,
@@ -89,6 +96,7 @@ def define_flags() -> None:
 
 FLAG_NAMES = (
   "preset tokenizer stop_token_ids begin_token ignore_keys"
+  " param_dtype"
   " lora_rank lora_alpha lora_targets base"
 ).split()
 
@@ -120,6 +128,11 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
   name, tokenizer = values["preset"], values["tokenizer"]
   path, ignore_keys = None, values.get("ignore_keys", ())
   if name in PRESETS:
+    if values.get("param_dtype"):
+      raise ValueError(
+        f"param_dtype={values['param_dtype']!r} is for checkpoints: "
+        f"preset={name!r} has random weights of its own dtype"
+      )
     model = Model(PRESETS[name])
     start = lambda seed: jax.jit(model.init)(jax.random.key(seed))
     tokenizer = tokenizer or "byte"
@@ -130,7 +143,9 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
         f"preset={name!r} is neither one of {sorted([*PRESETS, SMOLLM2])} nor "
         "the path of a checkpoint"
       )
-    model, loaded = Model.from_pretrained(path, ignore_keys=ignore_keys)
+    model, loaded = Model.from_pretrained(
+      path, ignore_keys=ignore_keys, param_dtype=values.get("param_dtype")
+    )
     start = lambda seed: loaded
     tokenizer = tokenizer or str(path)
   rank = values["lora_rank"]

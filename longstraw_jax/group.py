@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from longstraw_jax.capture import capture, reverse_walk
 from longstraw_jax.checks import check_one_prompt, check_state
 from longstraw_jax.choices import response_choices
+from longstraw_jax.config import check_dtype
 from longstraw_jax.group_checks import check_group, token_mask
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.replay import (
@@ -90,6 +91,8 @@ def group_gradient(
     ValueError: bad sizes, ids, responses, a group or a state of another
       prompt, a group without what the objective asks for.
   """
+  if page_grad_dtype is not None:
+    check_dtype("page_grad_dtype", page_grad_dtype)
   check_group(group, model.config.vocab_size, prompt_id, state)
   check_replay_sizes(block_size, members_at_once)
   seen = True
@@ -202,6 +205,8 @@ def branch_gradient(
   check_one_prompt(state)
   check_group(group, model.config.vocab_size, None, state)
   seen = check_fresh(params, state)
+  if page_grad_dtype is not None:
+    check_dtype("page_grad_dtype", page_grad_dtype)
   # Whatever the objective: padding is not trained on, nor counted.
   group = group.replace(loss_mask=token_mask(group))
   group = _with_checked_choices(model, group, state)

@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from longstraw_jax.config import check_dtype
 from longstraw_jax.models.layers import Linear, expanded
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype, widen
@@ -141,6 +142,8 @@ def add_lora(
   Raises:
     ValueError: a target names no map, or there are adapters already.
   """
+  if dtype is not None:
+    check_dtype("dtype", dtype)
   paths = adapted_paths(model, config)
   keys = jax.random.split(key, len(paths))
   adapters = {}

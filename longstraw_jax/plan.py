@@ -40,6 +40,7 @@ from longstraw_jax.checks import (
   check_chunk_size,
   check_scope,
 )
+from longstraw_jax.config import check_dtype
 from longstraw_jax.flops import phase_flops
 from longstraw_jax.gpu_targets import GpuTarget
 from longstraw_jax.lora import LoraConfig, add_lora
@@ -133,6 +134,7 @@ class PlanConfig:
   def __post_init__(self):
     check_place(self.pages)
     check_scope(self.grad_scope, self.tail_chunks)
+    check_dtype("page_grad_dtype", self.page_grad_dtype)
     sizes = "hosts devices_per_host member group response chunk_size"
     for name in (sizes + " members_at_once").split():
       check_chunk_size(name, getattr(self, name))

@@ -21,6 +21,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from longstraw_jax.config import check_dtype
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import (
   Striping,
@@ -393,6 +394,9 @@ class Gradients:
 
 def zero_gradients(params: Params) -> dict:
   """Accumulators for the trainable parameters, float32 or wider."""
+  for path, leaf in jax.tree.leaves_with_path(params.trainable):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    check_dtype(f"the dtype of parameter {name}", leaf.dtype)
   return constrain_at_rest(
     jax.tree.map(
       lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), params.trainable

@@ -409,7 +409,7 @@ HF_TO_GGUF = (
 )
 
 
-def write_gguf(file, name, scaling=None, factors=None):
+def write_gguf(file, name, scaling=None, factors=None, dtype=None):
   """A golden checkpoint as llama.cpp's converter would write it."""
   config = json.loads((files.FOLDER / name / "config.json").read_text())
   kind = config["model_type"]
@@ -447,6 +447,7 @@ def write_gguf(file, name, scaling=None, factors=None):
     if kind == "llama" and number:
       rows = array.reshape(number, 2, -1, *array.shape[1:])
       array = rows.swapaxes(1, 2).reshape(array.shape)
+    array = array.astype(dtype or array.dtype)
     writer.add_tensor(tensor, np.ascontiguousarray(array))
   writer.write_header_to_file()
   writer.write_kv_data_to_file()

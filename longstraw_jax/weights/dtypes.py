@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longstraw_jax.config import check_dtype
 from longstraw_jax.models.model import Model
 from longstraw_jax.ops.precision import wide_dtype
 
@@ -31,9 +32,12 @@ def parameter_dtypes(
       `REST` for the others; or None for their own.
 
   Raises:
-    ValueError: a mapping names no parameter.
+    ValueError: a mapping names no parameter; a dtype is refused, as float16.
   """
   named = wanted if isinstance(wanted, Mapping) else {REST: wanted}
+  for asked in named.values():
+    if asked is not None:
+      check_dtype("param_dtype", asked)
   _check_names(named, own)
   dtypes = {}
   for path, has in own.items():
@@ -45,6 +49,12 @@ def parameter_dtypes(
     elif not end and model.is_precise(path) and has == wide_dtype(has):
       dtype = wide_dtype(dtype)
     dtypes[path] = np.dtype(dtype)
+    if dtype == np.float16:
+      raise ValueError(
+        f"parameter {path!r} is stored in float16, whose range is too narrow "
+        "to compute and train in: pass param_dtype='bfloat16' or 'float32' "
+        "(on a command line --param_dtype)"
+      )
   return dtypes
 
 

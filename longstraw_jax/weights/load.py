@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from longstraw_jax.checks import listed
-from longstraw_jax.config import ModelConfig
+from longstraw_jax.config import ModelConfig, check_dtype
 from longstraw_jax.json_files import read_object
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.weights.dtypes import parameter_dtypes
@@ -153,7 +153,9 @@ def load_pretrained(
       library writes and the model hubs publish them, or a .gguf file of
       architecture llama, qwen2 or qwen3, which is dequantized.
     dtype: of activations and pages; None takes the checkpoint's.
-    param_dtype: of the parameters; None keeps each tensor's own. Parameters
+    param_dtype: of the parameters; None keeps each tensor's own, but float16,
+      in which nothing is computed or trained: then it must be given here, and
+      is that of activations too if dtype is not given. Parameters
       that a model holds in float32 whatever the rest is are that or wider, and
       those that its modules call precise (decay rates and the gated norm of
       the delta rule) are not rounded where the file has them in float32. A
@@ -181,13 +183,15 @@ def load_pretrained(
   checkpoint = open_checkpoint(path, ignore_keys)
   source = checkpoint.source
   name = pathlib.Path(path).resolve().name.removesuffix(".gguf")
+  if dtype is not None:
+    check_dtype("dtype", dtype)
+  # In bfloat16 whatever is wider must be; see _leaf_dtypes.
+  narrow = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
   config = config_from_hf(
     checkpoint.settings,
     ignore_keys=ignore_keys,
-    **{"name": name} | config_overrides,
+    **{"name": name} | config_overrides | narrow,
   )
-  # In bfloat16 whatever is wider must be; see _leaf_dtypes.
-  config = dataclasses.replace(config, param_dtype="bfloat16")
   shapes = parameter_shapes(Model(config))
   naming = checkpoint.make_naming(config)
   slots = tensor_slots(config, shapes, naming, source.tensors.__contains__)
@@ -195,7 +199,8 @@ def load_pretrained(
   dtypes = _leaf_dtypes(Model(config), source, slots, shapes, param_dtype)
   stored = _most_common(dtypes, shapes)
   if dtype is None:
-    dtype = checkpoint.dtype or stored
+    own = checkpoint.dtype
+    dtype = stored if own in (None, "float16") else own
   config = dataclasses.replace(
     config, param_dtype=stored, dtype=jnp.dtype(dtype).name
   )

@@ -19,6 +19,7 @@ from flax import traverse_util
 import jax.numpy as jnp
 import numpy as np
 
+from longstraw_jax.config import check_dtype
 from longstraw_jax.lora import LEAVES, linear_paths, place_adapters
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.precision import wide_dtype
@@ -175,6 +176,8 @@ def load_adapter(
     FileNotFoundError: a file is missing.
     ValueError: the adapter is of another kind or another model.
   """
+  if dtype is not None:
+    check_dtype("dtype", dtype)
   folder = pathlib.Path(folder)
   config = read_adapter_config(folder / CONFIG_NAME, ignore_keys)
   source = SafetensorsSource(folder / WEIGHTS_NAME)

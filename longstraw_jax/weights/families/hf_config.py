@@ -118,7 +118,7 @@ def stored_dtype(settings: Settings) -> str | None:
     dtype = None
   if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
     key = "dtype" if settings.get("dtype") is not None else "torch_dtype"
-    raise settings.refuse(key, "use float32, bfloat16 or float16")
+    raise settings.refuse(key, "use float32 or bfloat16")
   return dtype.name
 
 
