@@ -32,7 +32,7 @@ from longstraw_jax.models.model import Params
 from longstraw_jax.rewards import RewardError
 from longstraw_jax.run_config import RunConfig
 from longstraw_jax.sharding import place_at_rest
-from longstraw_jax.steps import Learner, make_learner
+from longstraw_jax.steps import Learner, make_learner, restarted
 from longstraw_jax.tasks import Task
 from longstraw_jax.trainer import Trainer
 
@@ -303,7 +303,7 @@ class Run:
     trainer = self.trainer
     params = state.learner.params
     return state.replace(
-      learner=make_learner(params, trainer.config.optimizer),
+      learner=restarted(state.learner, trainer.config.optimizer),
       reference=params if trainer.config.objective.kl_coef else None,
       warm=jnp.int32(0),
     )

@@ -57,6 +57,13 @@ def make_learner(params: Params, optimizer: OptimizerConfig) -> Learner:
   return Learner(params=params, opt_state=opt_state, step=jnp.int32(0))
 
 
+def restarted(learner: Learner, optimizer: OptimizerConfig) -> Learner:
+  """The same weights, to the digits of their copies, with a fresh optimizer."""
+  new = make_learner(learner.params, optimizer)
+  copies = learner.opt_state.master
+  return new.replace(opt_state=new.opt_state.replace(master=copies))
+
+
 def per_prompt(fn: Callable, prompts_at_once: int, *trees: Tree) -> Tree:
   """Maps `fn` over the leading axis, so many entries of it at a time."""
   call = lambda args: fn(*args)

@@ -203,7 +203,7 @@ class LifeTest(parameterized.TestCase):
 
   def test_a_bad_step_is_as_if_its_update_had_not_been(self):
     """Bad are the second prompt of step 1 and both of step 3, of five."""
-    run = self.run_of(self.trainer(6, 12, 14), steps=5)
+    run = self.run_of(self.trainer(6, 12, 14), steps=5, max_bad_steps=2)
     logger = logging.getLogger("longstraw_jax.run")
     with self.assertLogs(logger, logging.WARNING) as told:
       run.execute()

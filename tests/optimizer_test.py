@@ -212,14 +212,12 @@ class MasterTest(parameterized.TestCase):
       np.testing.assert_array_equal, half(again, grads), half(first, grads)
     )
 
-  def test_one_form_for_a_whole_run(self):
-    warm = WarmStartConfig(
-      max_steps=1, optimizer=OptimizerConfig(master_dtype="none")
-    )
+  def run_with(self, warm_optimizer):
+    warm = WarmStartConfig(max_steps=1, optimizer=warm_optimizer)
     trainer = Trainer(
       Model(PRESETS["tiny-hybrid"]), TrainConfig(), None, ByteTokenizer(), None
     )
-    run = Run(
+    return Run(
       initial_params=None,
       trainer=trainer,
       config=RunConfig(steps=1, warm_start=warm),
@@ -227,6 +225,22 @@ class MasterTest(parameterized.TestCase):
       warm_task=None,
       settings={},
     )
+
+  def test_grpo_goes_on_from_the_copies_of_the_warm_start(self):
+    run, params = self.run_with(CONSTANT), weights(jnp.bfloat16)
+    state = run.initial_state(params)
+    warm = steps(CONSTANT, 3)(state.learner, signs(params))
+    learner = run._begin_grpo(state.replace(learner=warm)).learner
+    fresh = make_learner(warm.params, TrainConfig().optimizer)
+    wanted = (warm.opt_state.master, fresh.opt_state.adamw, warm.params)
+    found = (learner.opt_state.master, learner.opt_state.adamw, learner.params)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    self.assertGreater(
+      movement(learner.opt_state.master, fresh.opt_state.master), RATE
+    )
+
+  def test_one_form_for_a_whole_run(self):
+    run = self.run_with(OptimizerConfig(master_dtype="none"))
     with self.assertRaisesRegex(
       ValueError, "master_dtype is 'none' in the warm"
     ):
