@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+import numpy as np
 
 from longstraw_jax.capture import capture, reverse_walk
 from longstraw_jax.checks import check_one_prompt, check_state
@@ -95,6 +96,9 @@ def group_gradient(
     check_dtype("page_grad_dtype", page_grad_dtype)
   check_group(group, model.config.vocab_size, prompt_id, state)
   check_replay_sizes(block_size, members_at_once)
+  real = np.shape(prompt)[0] if length is None else length
+  start = real - 1 if state is None else state.length
+  group = _with_checked_choices(model, group, start)
   seen = True
   if state is None:
     state = capture(
@@ -119,7 +123,6 @@ def group_gradient(
     check_state(state, prompt, length, grad_scope, chunk_size, step)
     seen = check_fresh(params, state, allow_stale)
   room = group.responses.shape[1]
-  group = _with_checked_choices(model, group, state)
   if seen:
     state = state.replace(fingerprint=None)
   return _group_gradient(
@@ -136,11 +139,10 @@ def group_gradient(
 
 
 def _with_checked_choices(
-  model: Model, group: Group, state: PromptState
+  model: Model, group: Group, start: Int[Array, ""] | int
 ) -> Group:
-  choices = response_choices(
-    model, group.choices, group.responses.shape, group.lengths, state.length
-  )
+  shape = np.shape(group.responses)
+  choices = response_choices(model, group.choices, shape, group.lengths, start)
   return group.replace(choices=choices)
 
 
@@ -209,7 +211,7 @@ def branch_gradient(
     check_dtype("page_grad_dtype", page_grad_dtype)
   # Whatever the objective: padding is not trained on, nor counted.
   group = group.replace(loss_mask=token_mask(group))
-  group = _with_checked_choices(model, group, state)
+  group = _with_checked_choices(model, group, state.length)
   responses = jnp.asarray(group.responses, jnp.int32)
   lengths = jnp.asarray(group.lengths, jnp.int32)
   members = (responses, lengths, group.choices, group.temperature)
