@@ -1,6 +1,8 @@
 """Recorded routes of the prompt are followed, and gradients are of them."""
 
 import functools
+import pathlib
+import tempfile
 
 from absl.testing import parameterized
 import jax
@@ -11,15 +13,23 @@ import pytest
 from longstraw_jax import (
   Group,
   capture,
+  extend,
   group_gradient,
+  load_state,
+  make_mesh,
   replay_scores,
+  save_state,
 )
 from longstraw_jax.ops.selection import NO_KEY
 from longstraw_jax.state import Pages, tree_zeros
 from longstraw_jax.testing.baselines import constant_tokens
-from longstraw_jax.testing.compare import assert_gradients_close
+from longstraw_jax.testing.compare import (
+  assert_gradients_close,
+  require_equal,
+)
 from longstraw_jax.types import Span
 from tests.choices_test import Weighted, build
+from tests.state_files_test import assert_bitwise
 
 CHUNK, PROMPT_LENGTH, ROOM, MEMBERS, TAIL = 4, 11, 3, 2, 1
 PROMPT = np.random.default_rng(5).integers(0, 61, PROMPT_LENGTH)
@@ -61,6 +71,11 @@ def recorded(name: str):
   return drawn_choices(name, 0, captured, 7), group
 
 
+def cut(tree, first: int, last: int | None):
+  """Rows [first, last) of every leaf."""
+  return jax.tree.map(lambda x: x[..., first:last, :], tree)
+
+
 def captured_state(name, params, scope, **options):
   return capture(
     build(name)[0],
@@ -77,7 +92,6 @@ def conventional(name: str, scope: str):
   model, params, _ = build(name)
   prompt, group = recorded(name)
   bound = constant_tokens(scope, PROMPT_LENGTH, CHUNK, TAIL)
-  cut = lambda tree, part: jax.tree.map(lambda x: x[..., part, :], tree)
 
   def span(first, last):
     positions = jnp.arange(first, last, dtype=jnp.int32)
@@ -91,7 +105,7 @@ def conventional(name: str, scope: str):
     carry, segments = tree_zeros(model.state_shapes(1)[1]), ()
     if bound:
       stopped = jax.lax.stop_gradient(params)
-      before = cut(forced, slice(0, bound))
+      before = cut(forced, 0, bound)
       out = model.hidden(
         stopped, row[:bound], span(0, bound), (), carry, before
       )
@@ -103,7 +117,7 @@ def conventional(name: str, scope: str):
       span(bound, len(row) - 1),
       segments,
       carry,
-      cut(forced, slice(bound, None)),
+      cut(forced, bound, None),
     )
     scores = model.logprobs(params, out.x_TD, row[bound + 1 :])
     return jax.tree.map(lambda x: x[-ROOM:], scores)
@@ -163,6 +177,105 @@ class GradientTest(parameterized.TestCase):
     check_gradient("tiny-moe", "tail", composed=True)
 
 
+class StateTest(parameterized.TestCase):
+  def state(self, last=PROMPT_LENGTH, scope="full", rows=None):
+    """Of the prompt's first tokens and their recorded choices."""
+    model, params, _ = build("tiny-moe")
+    if rows is None:
+      rows = cut(recorded("tiny-moe")[0], 0, last - 1)
+    return capture(
+      model,
+      params,
+      PROMPT[:last],
+      chunk_size=CHUNK,
+      grad_scope=scope,
+      capacity=12,
+      choices=rows,
+    )
+
+  def extended(self, state, first, last=PROMPT_LENGTH, rows=None):
+    if rows is None:
+      rows = cut(recorded("tiny-moe")[0], first - 1, last - 1)
+    model, params, _ = build("tiny-moe")
+    return extend(model, params, state, PROMPT[first:last], choices=rows)
+
+  @parameterized.parameters(6, 9)
+  def test_extended(self, first):
+    """The state is that of the whole prompt and its choices."""
+    found = self.extended(self.state(first), first)
+    expected = self.state()
+    filled = lambda state: state.replace(
+      pages=cut(state.pages, 0, PROMPT_LENGTH - 1)
+    )
+    require_equal("extend", filled(found), filled(expected), "")
+    self.assertEqual(
+      expected.choices["stage_0"]["layer_1"]["experts"].shape, (1, 12, 2)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found.choices, expected.choices)
+
+  def test_a_mixture_is_refused(self):
+    state = self.state(6)
+    rows = cut(recorded("tiny-moe")[0], 5, PROMPT_LENGTH - 1)
+    with self.assertRaisesRegex(ValueError, "recorded .* the new ones of none"):
+      self.extended(state, 6, rows={})
+    with self.assertRaisesRegex(ValueError, "choices of none, the new ones"):
+      self.extended(state.replace(choices=None), 6)
+    rows["stage_0"]["layer_0"] = {}
+    with self.assertRaisesRegex(ValueError, "recorded choices of .*layer_0"):
+      self.extended(state, 6, rows=rows)
+
+  @parameterized.parameters(
+    (lambda x: x[:, :9], r"has shape \[1, 9, 2\], wanted is \[1, 10, 2\]"),
+    (lambda x: np.pad(x, ((0, 0), (1, 0), (0, 0))), "the prompt's last token"),
+    (lambda x: np.pad(x, ((0, 0), (3, 0), (0, 0))), "the group's choices"),
+    (lambda x: x + 0.0, "give integers"),
+    (lambda x: x + 4, r"\[0, \d, \d\] is \d: ids are 0 to 5"),
+    (lambda x: x - 4, r"\[0, \d, \d\] is -\d: ids are 0 to 5"),
+    (lambda x: 0 * x, "is 0 a second time"),
+  )
+  def test_refused(self, change, message):
+    rows = jax.tree.map(change, recorded("tiny-moe")[0])
+    with self.assertRaisesRegex(ValueError, f"choices.*experts.*{message}"):
+      self.state(rows=rows)
+    if "last token" not in message and "shape" not in message:
+      with self.assertRaisesRegex(ValueError, f"choices.*{message}"):
+        self.extended(self.state(1, rows={}), 1, rows=rows)
+
+  def test_padded_like_the_prompt(self):
+    model, params, _ = build("tiny-moe")
+    rows = cut(recorded("tiny-moe")[0], 0, 5)
+    more = lambda n: jax.tree.map(
+      lambda x: np.pad(x, ((0, 0), (0, n), (0, 0)), constant_values=-9), rows
+    )
+    states = [
+      capture(
+        model,
+        params,
+        np.pad(PROMPT[:6], (0, 7)),
+        chunk_size=CHUNK,
+        length=6,
+        choices=more(extra),
+      )
+      for extra in (7, 8)
+    ]
+    assert_bitwise(*states)
+    assert_bitwise(states[0].choices, self.state(6).choices)
+
+  @parameterized.parameters(("full", False), ("response_only", True))
+  def test_on_disk(self, scope, some):
+    """Saved and loaded to the bit, all of them and one layer's."""
+    model, params, _ = build("tiny-moe")
+    rows = recorded("tiny-moe")[0]
+    if some:
+      rows = {"stage_0": {"layer_1": rows["stage_0"]["layer_1"]}}
+    state = self.state(scope=scope, rows=rows)
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder) / "prompt.state"
+      save_state(path, model, params, state)
+      assert_bitwise(load_state(path, model, params), state)
+    self.assertLen(jax.tree.leaves(state.choices), 1 if some else 2)
+
+
 @pytest.mark.slow
 class MoreGradientTest(parameterized.TestCase):
   @parameterized.parameters("tail", "response_only")
@@ -178,3 +291,39 @@ class MoreGradientTest(parameterized.TestCase):
   @parameterized.parameters("full", "tail")
   def test_keys_and_experts(self, scope):
     check_gradient("tiny-glm", scope, members_at_once=2, block_size=2)
+
+  @parameterized.parameters("tiny-moe", "tiny-glm")
+  def test_on_a_mesh(self, name):
+    with jax.set_mesh(make_mesh(2)):
+      check_gradient(name, "full")
+
+  def test_without_a_state(self):
+    """group_gradient hands the prompt's choices on to its own capture."""
+    rows, _ = recorded("tiny-moe")
+    check_gradient("tiny-moe", "full", state=None, prompt_choices=rows)
+
+  def test_of_an_extended_state(self):
+    model, params, _ = build("tiny-moe")
+    rows, _ = recorded("tiny-moe")
+    state = capture(
+      *(model, params, PROMPT[:6]),
+      chunk_size=CHUNK,
+      grad_scope="full",
+      choices=cut(rows, 0, 5),
+    )
+    state = extend(model, params, state, PROMPT[6:], choices=cut(rows, 5, None))
+    check_gradient("tiny-moe", "full", state=state)
+
+  def test_several_prompts_at_once(self):
+    model, params, _ = build("tiny-moe")
+    rows, _ = recorded("tiny-moe")
+    prompts = np.stack([PROMPT, PROMPT[::-1]])
+    both = jax.tree.map(lambda x: np.stack([x, x[:, ::-1]]), rows)
+    call = lambda prompt, choices: capture(
+      model, params, prompt, chunk_size=CHUNK, choices=choices
+    )
+    states = jax.vmap(call)(prompts, both)
+    for i in range(2):
+      at = lambda tree, i=i: jax.tree.map(lambda x: x[i], tree)
+      alone = call(prompts[i], at(both))
+      require_equal("capture", at(states), alone, "")
