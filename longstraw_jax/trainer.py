@@ -236,8 +236,12 @@ class Trainer:
       loss_denominator=denominators,
     )
     vocab_size = self.model.config.vocab_size
+    # Scores are the policy's own: one that is not finite makes a bad step.
+    given = groups.replace(
+      old_logprobs=None, sampling_logprobs=None, ref_logprobs=None
+    )
     for i in range(config.prompts_per_step):
-      check_group(jax.tree.map(lambda x, i=i: x[i], groups), vocab_size)
+      check_group(jax.tree.map(lambda x, i=i: x[i], given), vocab_size)
     return groups
 
   def supervised_step(

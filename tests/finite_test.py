@@ -117,6 +117,8 @@ class UpdateTest(parameterized.TestCase):
   """A whole update, its groups' own flags included."""
 
   def groups(self, **changes):
+    """Two groups, the second with other numbers than are let in."""
+
     def one(i):
       known = {
         "rewards": [1.0, 0.0],
@@ -126,14 +128,14 @@ class UpdateTest(parameterized.TestCase):
         "sampling_logprobs": jnp.full((2, 3), -5.0),
         "prompt_id": i,
       }
-      known |= changes if i == 1 else {}
-      return Group.create([[1, 2, 3], [4, 5, 6]], [3, 2], **known)
+      group = Group.create([[1, 2, 3], [4, 5, 6]], [3, 2], **known)
+      return group.replace(**changes) if i else group
 
     return jax.tree.map(lambda *x: jnp.stack(x), one(0), one(1))
 
   @parameterized.parameters(
     ({"old_logprobs": jnp.full((2, 3), jnp.nan)}, {}),
-    ({"advantages": [jnp.inf, 0.0]}, {}),
+    ({"advantages": jnp.array([jnp.inf, 0.0])}, {}),
     ({"ref_logprobs": jnp.full((2, 3), jnp.nan)}, {"kl_coef": 0.1}),
     ({}, {"kind": "gradient", "prompts": (1,)}),
   )
@@ -289,6 +291,16 @@ class LifeTest(parameterized.TestCase):
     with self.assertRaisesRegex(NonFiniteError, "first weights .*head"):
       run.execute()
     self.assertIsNone(Checkpoints(self.out / "checkpoints").latest())
+
+  def test_a_policy_whose_own_scores_are_not_finite(self):
+    """What it sampled with NaN is a bad step, not a malformed group."""
+    trainer = self.trainer()
+    params = jax.tree.map(lambda x: 1e18 * x, PARAMS)
+    learner = make_learner(params, OPTIMIZER)
+    new, row = trainer.step(learner, 0, None)
+    self.assertEqual((row["bad_step"], row["bad_prompts"]), (True, [0, 2]))
+    self.assertFalse(np.isfinite(row["sampler_gap"]))
+    assert_equal(new, learner)
 
   def test_a_reference(self):
     """Nothing but the KL term reads it: every step is bad."""
