@@ -15,7 +15,8 @@ chooses declares it by a plain method, declared_choices(), name -> Choice;
 recorded choices of no declared name are refused. One may name
 parameters of experts, `stacked`, that it gives to expert_mlp as they come: they
 are a StackedLayer where they are frozen, Shared where members of one loss do
-share them.
+share them. The leaves of their adapters, where there are any, are in a dict of
+their own beside them (layers.beside).
 
 Either may name, as class attributes, parameters by the start of their path:
 `constants`, that no gradient reaches and no optimizer may touch; and `precise`,

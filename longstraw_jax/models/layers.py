@@ -26,6 +26,11 @@ def weight(module: nn.Module, name: str, init, shape, dtype: str):
   return module.get_variable("params", name)
 
 
+def beside(name: str) -> str:
+  """The dict with the adapter of a parameter that is no map's kernel."""
+  return f"{name}_lora"
+
+
 def expanded(stored) -> Array:
   """A parameter as an array, however it is stored."""
   return stored.expand() if hasattr(stored, "expand") else stored

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import LayerSpec, ModelConfig
 from longstraw_jax.models.contract import Choice, State, Update
-from longstraw_jax.models.layers import NORMS, PROJECTION
+from longstraw_jax.models.layers import NORMS, PROJECTION, beside
 from longstraw_jax.models.registry import FFNS, MIXERS, build
 from longstraw_jax.ops.experts import Shared, StackedLayer
 from longstraw_jax.ops.logprobs import logits_of, token_logprobs
@@ -165,8 +165,8 @@ def _remat(apply: Callable, saved: str, staged: bool) -> Callable:
 def _marked_experts(blocks, params, stacked, layer, member) -> Tree:
   """A layer's parameters with the experts as expert_mlp takes them.
 
-  Frozen ones are read in the stack of all layers, learning ones are shared by
-  the members where there are any.
+  Frozen ones are read in the stack of all layers; those that learn, or have an
+  adapter that does, are shared by the members where there are any.
   """
   flat = traverse_util.flatten_dict(params)
   for j, block in enumerate(blocks):
@@ -174,7 +174,9 @@ def _marked_experts(blocks, params, stacked, layer, member) -> Tree:
       path = (f"layer_{j}", *path)
       if path in stacked:
         flat[path] = StackedLayer(stacked[path], layer)
-      elif member is not None:
+      adapter = (*path[:-1], beside(path[-1]), "lora_a")
+      learns = path not in stacked or adapter in flat
+      if member is not None and learns:
         flat[path] = Shared(flat[path], member)
   return traverse_util.unflatten_dict(flat)
 

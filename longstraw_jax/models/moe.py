@@ -24,7 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from longstraw_jax.config import MoEConfig
 from longstraw_jax.models.contract import Choice
-from longstraw_jax.models.layers import Linear, SwiGLU, weight
+from longstraw_jax.models.layers import Linear, SwiGLU, beside, weight
+from longstraw_jax.ops.expert_maps import adapted
 from longstraw_jax.ops.experts import expert_mlp
 from longstraw_jax.ops.precision import wide_dtype, widen
 from longstraw_jax.ops.rowwise import rowwise_product
@@ -64,24 +65,14 @@ def _round_to(x: Float[Array, "..."], dtype) -> Float[Array, "..."]:
   return lax.reduce_precision(x, narrow.nexp, narrow.nmant)
 
 
-class Router(nn.Module):
+class Router(Linear):
   """Logits x W in float32 or wider, each row's bits its own."""
 
-  sizes: MoEConfig
-  dtype: str
-  param_dtype: str
+  row_block: int = 256
 
-  @nn.compact
   def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T E"]:
-    kernel = self.param(
-      "kernel",
-      nn.initializers.lecun_normal(),
-      (x_TD.shape[-1], self.sizes.num_experts),
-      self.param_dtype,
-    )
-    return rowwise_product(
-      x_TD.astype(self.dtype), kernel.astype(self.dtype), self.sizes.row_block
-    )
+    kernel = self.matrix(x_TD.shape[-1])
+    return rowwise_product(x_TD.astype(self.dtype), kernel, self.row_block)
 
 
 class _MoE(nn.Module):
@@ -116,26 +107,11 @@ class _MoE(nn.Module):
     if forced_TA is not None:
       weights_TA = jnp.where(experts_TA == forced_TA, weights_TA, 0)
 
-    matrix = nn.initializers.lecun_normal(batch_axis=0)
-    hidden, experts = sizes.expert_hidden_dim, sizes.num_experts
-    gate_up_EDF = weight(
-      self,
-      "experts_gate_up",
-      matrix,
-      (experts, embed_dim, 2 * hidden),
-      self.param_dtype,
-    )
-    down_EFD = weight(
-      self,
-      "experts_down",
-      matrix,
-      (experts, hidden, embed_dim),
-      self.param_dtype,
-    )
+    hidden = sizes.expert_hidden_dim
     y_TD = expert_mlp(
       x_TD,
-      gate_up_EDF,
-      down_EFD,
+      self._experts("experts_gate_up", embed_dim, 2 * hidden),
+      self._experts("experts_down", hidden, embed_dim),
       experts_TA,
       weights_TA,
       row_block=sizes.row_block,
@@ -149,6 +125,31 @@ class _MoE(nn.Module):
     return {
       "experts": Choice(number=sizes.experts_per_token, ids=sizes.num_experts)
     }
+
+  def _experts(self, name: str, inputs: int, outputs: int):
+    """Matrices of all experts, with an adapter where its leaves exist.
+
+    Those leaves, [E, I, r], [E, r, O] and [E], are in a dict of their own
+    beside the matrices (see longstraw_jax.lora).
+    """
+    matrix = nn.initializers.lecun_normal(batch_axis=0)
+    shape = (self.sizes.num_experts, inputs, outputs)
+    stored = weight(self, name, matrix, shape, self.param_dtype)
+    if not self.has_variable("params", beside(name)):
+      return stored
+    leaves = self.get_variable("params", beside(name))
+    a, b, scale = (leaves[f"lora_{part}"] for part in ("a", "b", "scale"))
+    return adapted(stored, a, scale[:, None, None] * widen(b))
+
+  def _router(self, dtype: str, param_dtype: str) -> Router:
+    sizes = self.sizes
+    return Router(
+      sizes.num_experts,
+      dtype,
+      param_dtype,
+      row_block=sizes.row_block,
+      name="router",
+    )
 
   def _scores(self, x_TD):
     """Logits, and the scores that decide, both [T, E]."""
@@ -190,9 +191,7 @@ class SoftmaxMoE(_MoE):
       )
 
   def _scores(self, x_TD):
-    logits_TE = Router(self.sizes, self.dtype, self.param_dtype, name="router")(
-      x_TD
-    )
+    logits_TE = self._router(self.dtype, self.param_dtype)(x_TD)
     logits_TE = _round_to(logits_TE, self.dtype)
     return logits_TE, logits_TE
 
@@ -226,9 +225,7 @@ class SigmoidMoE(_MoE):
 
   def _scores(self, x_TD):
     float32 = wide_dtype(self.param_dtype)
-    logits_TE = Router(
-      self.sizes, wide_dtype(self.dtype), float32, name="router"
-    )(x_TD)
+    logits_TE = self._router(wide_dtype(self.dtype), float32)(x_TD)
     bias_E = self.param(
       "correction_bias",
       nn.initializers.zeros,

@@ -14,7 +14,12 @@ So a token is treated alike alone, in a batch and under jax.vmap, provided a
 row's bits do not depend on its place in a product of fixed shape; on XLA:CPU
 they do not.
 
-Axes beyond types.py: E experts, A choices of a token, B rows of a block.
+Every matrix may have a low-rank adapter beside it, W_e + A_e B_e: one block's
+rows meet that expert's A and B in the same loop, and no sum of the two is ever
+made.
+
+Axes beyond types.py: E experts, A choices of a token, B rows of a block. The
+forms that matrices come in are those of ops/expert_maps.
 """
 
 import dataclasses
@@ -29,6 +34,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from longstraw_jax.ops.expert_maps import (
+  Adapted,
+  ExpertMap,
+  MapSums,
+  Parts,
+  Shared,
+  StackedLayer,
+)
 from longstraw_jax.ops.members import (
   any_leaf,
   fold_members,
@@ -37,7 +50,7 @@ from longstraw_jax.ops.members import (
   one_gradient_for_members,
   unfold_members,
 )
-from longstraw_jax.ops.precision import wide_dtype, wide_einsum, widen
+from longstraw_jax.ops.precision import wide_dtype, widen
 from longstraw_jax.ops.token_sharding import (
   member_specs,
   members_divide,
@@ -116,62 +129,6 @@ class _Plan:
 def _take(array, indices):
   """Rows of an array, zero where the index lies behind its end."""
   return array.at[indices].get(mode="fill", fill_value=0)
-
-
-@struct.dataclass
-class StackedLayer:
-  """One layer's matrices, read where those of all layers are.
-
-  A constant: no copy of the layer is made, and no gradient.
-
-  Attributes:
-    stack: [L, E, I, O], an array or a stored form.
-    layer: which of the L.
-  """
-
-  stack: Tree
-  layer: Int[Array, ""]
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """Of the one layer."""
-    return self.stack.shape[1:]
-
-
-@struct.dataclass
-class Shared:
-  """Matrices that the members of one loss share.
-
-  Their gradient is the members' sum, made in one buffer; without this mark
-  every call of a jax.vmap has a gradient of its own (see ops/members.py).
-
-  Attributes:
-    matrices: [E, I, O].
-    member: the number of the member, under the jax.vmap over members.
-  """
-
-  matrices: Float[Array, "E I O"]
-  member: Int[Array, ""]
-
-
-def _matrix(matrices, expert, dtype):
-  """One expert's matrix as the products take it.
-
-  Matrices in a stored form (see longstraw_jax.nf4) are expanded one by one.
-  """
-  at = (expert,)
-  if isinstance(matrices, StackedLayer):
-    matrices, at = matrices.stack, (matrices.layer, expert)
-
-  def take(x):
-    rest = x.shape[len(at) :]
-    starts = (*at, *(jnp.int32(0) for _ in rest))
-    return lax.dynamic_slice(x, starts, (*(1 for _ in at), *rest)).reshape(rest)
-
-  matrix = jax.tree.map(take, matrices)
-  if hasattr(matrix, "expand"):
-    matrix = matrix.expand()
-  return matrix.astype(dtype)
 
 
 # --- Experts on several devices --------------------------------------------
@@ -263,17 +220,45 @@ class _Routed:
 class _Matrices:
   """Of all experts; None stands for a gradient that nobody asked for."""
 
-  gate_up: Float[Array, "E D 2*F"] | None
-  down: Float[Array, "E F D"] | None
+  gate_up: Float[Array, "E D 2*F"] | Adapted | None
+  down: Float[Array, "E F D"] | Adapted | None
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-  """Which matrices have a gradient."""
+  """What has a gradient."""
 
-  gate_up: bool
-  down: bool
+  gate_up: Parts
+  down: Parts
+
+  @classmethod
+  def of(cls, matrices: _Matrices) -> "_Wanted":
+    """By what is perturbed of a tree of primals."""
+
+    def perturbed(tree):
+      return any(x.perturbed for x in jax.tree.leaves(tree))
+
+    def parts(one):
+      if not isinstance(one, Adapted):
+        return Parts(matrices=perturbed(one))
+      return Parts(
+        matrices=perturbed(one.matrices), adapter=perturbed((one.a, one.b))
+      )
+
+    return cls(gate_up=parts(matrices.gate_up), down=parts(matrices.down))
+
+  @property
+  def any(self) -> bool:
+    """Whether there is a gradient that calls may share."""
+    return self != _Wanted(gate_up=Parts(), down=Parts())
+
+  def pick(self, matrices: _Matrices) -> _Matrices:
+    """What has a gradient of all matrices."""
+    return _Matrices(
+      gate_up=self.gate_up.pick(matrices.gate_up),
+      down=self.down.pick(matrices.down),
+    )
 
 
 def _forward(row_block, folded, routed: _Routed, matrices: _Matrices):
@@ -296,10 +281,9 @@ def _forward_part(row_block, sharding, routed: _Routed, matrices: _Matrices):
     expert, pairs = plan.rows(index, row_block)
     tokens = pairs // choices
     x_BD = _take(x_TD, tokens)
-    gate_up = _matrix(matrices.gate_up, expert, x_TD.dtype)
-    down = _matrix(matrices.down, expert, x_TD.dtype)
-    hidden = _swiglu(wide_einsum("bd,df->bf", x_BD, gate_up))
-    y_BD = wide_einsum("bf,fd->bd", hidden.astype(x_TD.dtype), down)
+    gate_up = ExpertMap.of(matrices.gate_up, expert, x_TD.dtype)
+    down = ExpertMap.of(matrices.down, expert, x_TD.dtype)
+    y_BD = down(_swiglu(gate_up(x_BD)).astype(x_TD.dtype))
     y_BD = _take(weights, pairs)[:, None] * y_BD
     return y_TD.at[tokens].add(y_BD, mode="drop")
 
@@ -308,46 +292,11 @@ def _forward_part(row_block, sharding, routed: _Routed, matrices: _Matrices):
   return sharding.sum_experts(y_TD).astype(x_TD.dtype)
 
 
-@struct.dataclass
-class _Sum:
-  """The gradient of one kind of matrices while the loop runs.
-
-  Summed in float32 or wider for the expert at hand and stored in the
-  matrices' dtype, so that narrow matrices need no second buffer of them all.
-  """
-
-  one: Float[Array, "I O"]
-  everyone: Float[Array, "E I O"]
-
-  @classmethod
-  def zeros_like(cls, matrices) -> "_Sum":
-    wide = wide_dtype(matrices.dtype)
-    return cls(
-      one=jnp.zeros(matrices.shape[1:], wide),
-      everyone=jnp.zeros_like(matrices),
-    )
-
-  def add(self, expert, is_first, a_BI, b_BO) -> "_Sum":
-    """Adds one block's a^T b; an expert's first block starts it anew."""
-    one = jnp.where(is_first, 0.0, self.one)
-    one = one + wide_einsum("bi,bo->io", a_BI, b_BO).astype(one.dtype)
-    rounded = one.astype(self.everyone.dtype)
-    everyone = lax.dynamic_update_index_in_dim(
-      self.everyone, rounded, expert, 0
-    )
-    return _Sum(one=one, everyone=everyone)
-
-
 def _backward(row_block, folded, wanted, routed, matrices, dy_TD):
   """Gradients of x, of the weights and of the matrices that are wanted."""
   sharding = _Sharding.of(matrices.down.shape[0], folded)
   call = functools.partial(_backward_part, row_block, sharding, wanted)
-  dmatrices = sharding.matrices(
-    _Matrices(
-      gate_up=matrices.gate_up if wanted.gate_up else None,
-      down=matrices.down if wanted.down else None,
-    )
-  )
+  dmatrices = sharding.matrices(wanted.pick(matrices))
   summed = sharding.summed(dy_TD.shape[0])
   return sharding.run(
     call,
@@ -371,24 +320,23 @@ def _backward_part(
     tokens = pairs // choices
     x_BD, dy_BD = _take(x_TD, tokens), _take(dy_TD, tokens)
     w_B1 = _take(weights, pairs)[:, None]
-    gate_up = _matrix(matrices.gate_up, expert, narrow)
-    down = _matrix(matrices.down, expert, narrow)
+    gate_up = ExpertMap.of(matrices.gate_up, expert, narrow)
+    down = ExpertMap.of(matrices.down, expert, narrow)
 
-    hidden, pull_back = jax.vjp(
-      _swiglu, wide_einsum("bd,df->bf", x_BD, gate_up)
-    )
+    hidden, pull_back = jax.vjp(_swiglu, gate_up(x_BD))
     hidden = hidden.astype(narrow).astype(wide)  # as the product below took it
-    dhidden = wide_einsum("bd,fd->bf", dy_BD, down)  # but for the weight
+    dhidden, ddown_inner = down.pull(dy_BD)  # but for the weight
     (dgates,) = pull_back(w_B1 * dhidden)
     dgates = dgates.astype(narrow)
-    dx_BD = wide_einsum("bf,df->bd", dgates, gate_up)
+    dx_BD, dgate_up_inner = gate_up.pull(dgates)
 
     is_first = index == plan.blocks[expert]
-    if dgate_up is not None:
-      dgate_up = dgate_up.add(expert, is_first, x_BD, dgates)
-    if ddown is not None:
+    dgate_up = dgate_up.add(
+      expert, is_first, gate_up, x_BD, dgates, dgate_up_inner
+    )
+    if wanted.down != Parts():
       weighted = (w_B1 * hidden).astype(narrow)
-      ddown = ddown.add(expert, is_first, weighted, dy_BD)
+      ddown = ddown.add(expert, is_first, down, weighted, dy_BD, ddown_inner)
     dx_TD = dx_TD.at[tokens].add(dx_BD, mode="drop")
     dweights = dweights.at[pairs].set((hidden * dhidden).sum(-1), mode="drop")
     return dx_TD, dweights, dgate_up, ddown
@@ -396,18 +344,21 @@ def _backward_part(
   carry = (
     jnp.zeros(x_TD.shape, wide),
     jnp.zeros(weights.shape, wide),
-    _Sum.zeros_like(matrices.gate_up) if wanted.gate_up else None,
-    _Sum.zeros_like(matrices.down) if wanted.down else None,
+    MapSums.zeros_like(matrices.gate_up, wanted.gate_up),
+    MapSums.zeros_like(matrices.down, wanted.down),
   )
   carry = lax.fori_loop(0, plan.blocks[-1], body, carry)
   dx_TD, dweights, dgate_up, ddown = carry
   dweights_TA = dweights.reshape(routed.weights.shape)
-  total = lambda one: one and sharding.sum_members(one.everyone)
+  picked = wanted.pick(matrices)
   own = (
     sharding.sum_experts(dx_TD).astype(x_TD.dtype),
     sharding.sum_experts(dweights_TA).astype(routed.weights.dtype),
   )
-  return own, _Matrices(gate_up=total(dgate_up), down=total(ddown))
+  return own, _Matrices(
+    gate_up=dgate_up.like(picked.gate_up, sharding.sum_members),
+    down=ddown.like(picked.down, sharding.sum_members),
+  )
 
 
 # --- Members ---------------------------------------------------------------
@@ -438,7 +389,7 @@ def _backward_members(row_block: int, wanted: _Wanted, folded: bool = False):
 
   Args:
     row_block: as in expert_mlp.
-    wanted: which matrices have a gradient.
+    wanted: what has a gradient.
     folded: whether the tokens are those of members that a mesh may deal.
   """
 
@@ -455,7 +406,7 @@ def _backward_members(row_block: int, wanted: _Wanted, folded: bool = False):
     apart,
     together,
     several=one_by_one,
-    shared_learns=wanted.gate_up or wanted.down,
+    shared_learns=wanted.any,
   )
 
 
@@ -477,14 +428,14 @@ def _expert_mlp_fwd(
     x=x_TD.value, experts=experts_TA.value, weights=weights_TA.value
   )
   value = lambda tree: jax.tree.map(lambda x: x.value, tree)
-  perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree))
-  matrices = _Matrices(gate_up=value(gate_up), down=value(down))
-  wanted = _Wanted(gate_up=perturbed(gate_up), down=perturbed(down))
-  for one, has_gradient in (
+  matrices = _Matrices(gate_up=gate_up, down=down)
+  matrices, wanted = value(matrices), _Wanted.of(matrices)
+  for one, parts in (
     (matrices.gate_up, wanted.gate_up),
     (matrices.down, wanted.down),
   ):
-    if has_gradient and isinstance(one, StackedLayer):
+    own = one.matrices if isinstance(one, Adapted) else one
+    if parts.matrices and isinstance(own, StackedLayer):
       raise ValueError(
         f"a gradient of frozen experts {one.shape} was asked for: make them "
         "trainable (Model.split)"
@@ -530,7 +481,7 @@ def expert_mlp(
     gate_up_EDF: [gate; up] side by side. Multiplied in the dtype of x.
     down_EFD: the way back. Either may be stored in another form that expands
       to it (see longstraw_jax.nf4), or be a StackedLayer; it then is a
-      constant. Or it is Shared.
+      constant. Or it is Adapted, of any of these. Or it is Shared.
     experts_TA: ids, distinct within a token. An id outside [0, E) adds
       nothing, so that a device may hold a part of the experts.
     weights_TA: the mixture, float32 or wider.
