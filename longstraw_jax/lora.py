@@ -27,7 +27,8 @@ from longstraw_jax.models.model import Model, Params
 from longstraw_jax.models.moe import Router
 from longstraw_jax.ops.precision import wide_dtype, widen
 
-ALL_LINEAR, EXPERTS = "all-linear", "experts"
+ALL_LINEAR = "all-linear"
+LINEAR, EXPERTS, ROUTER = "linear", "experts", "router"
 LEARNED = ("lora_a", "lora_b")
 LEAVES = (*LEARNED, "lora_scale")
 
@@ -71,7 +72,7 @@ class LinearMap:
   Attributes:
     path: what targets know it by.
     matrix: the path of its parameter.
-    kind: "linear", "experts" or "router".
+    kind: LINEAR, EXPERTS or ROUTER.
   """
 
   path: str
@@ -101,7 +102,7 @@ def linear_maps(model: Model) -> tuple[LinearMap, ...]:
   def note(call, args, kwargs, context):
     module = context.module
     if isinstance(module, Linear):
-      kind = "router" if isinstance(module, Router) else "linear"
+      kind = ROUTER if isinstance(module, Router) else LINEAR
       kinds["/".join((*module.path, "kernel"))] = kind
     return call(*args, **kwargs)
 
@@ -123,7 +124,7 @@ def linear_maps(model: Model) -> tuple[LinearMap, ...]:
 def linear_paths(model: Model) -> tuple[str, ...]:
   """Paths stage_i/layer_j/... of the maps that "all-linear" names, sorted."""
   maps = linear_maps(model)
-  return tuple(one.path for one in maps if one.kind != "router")
+  return tuple(one.path for one in maps if one.kind != ROUTER)
 
 
 def adapted_maps(model: Model, config: LoraConfig) -> tuple[LinearMap, ...]:
@@ -137,7 +138,7 @@ def adapted_maps(model: Model, config: LoraConfig) -> tuple[LinearMap, ...]:
 
   def named(target):
     if target == ALL_LINEAR:
-      return {one for one in maps if one.kind != "router"}
+      return {one for one in maps if one.kind != ROUTER}
     if target == EXPERTS:
       return {one for one in maps if one.kind == EXPERTS}
     ends = {one for one in maps if f"/{one.path}".endswith(f"/{target}")}

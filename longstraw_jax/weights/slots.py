@@ -250,7 +250,7 @@ def _layer_slots(
     return
   repeat, *shape = region
   name, form = names[inner]
-  experts = _EXPERTS.get(inner)
+  experts = EXPERT_PROJECTIONS.get(inner)
   if experts is None or stacked(prefix + name):
     yield _slot(prefix + name, form, path, tuple(shape), repeat)
     return
@@ -269,8 +269,9 @@ def _layer_slots(
       )
 
 
-# Parameters that hold all experts, and the tensors that one expert has.
-_EXPERTS = {
+# Parameters that hold all experts, by their path in a layer, and the tensors
+# that one expert has, side by side there.
+EXPERT_PROJECTIONS = {
   "ffn/experts_gate_up": ("gate_proj", "up_proj"),
   "ffn/experts_down": ("down_proj",),
 }
