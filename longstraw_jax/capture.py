@@ -20,6 +20,7 @@ from longstraw_jax.checks import (
   check_scope,
   check_step,
   check_tokens,
+  check_weights,
   concrete,
 )
 from longstraw_jax.choices import check_same_layers, prompt_choices
@@ -109,6 +110,7 @@ def capture(
       that this model cannot have made.
   """
   check_place(pages)
+  check_weights(model.config, params.merged())
   check_chunk_size("chunk_size", chunk_size)
   check_scope(grad_scope, tail_chunks)
   check_tokens("prompt", prompt, length, model.config.vocab_size)
@@ -210,6 +212,7 @@ def extend(
       this model cannot have made or for a state without.
   """
   check_one_prompt(state)
+  check_weights(model.config, params.merged())
   check_tokens("tokens", tokens, length, model.config.vocab_size)
   check_scope(state.grad_scope, tail_chunks)
   if not allow_stale or state.differentiated:

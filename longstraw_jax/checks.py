@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from longstraw_jax.ops.precision import wide_dtype
+
 GRAD_SCOPES = ("response_only", "full", "tail", "prefix_frozen")
 CONSTANT_SCOPES = ("response_only", "prefix_frozen")  # no gradient to prompts
 
@@ -55,6 +57,34 @@ def listed(names: Sequence[str], most: int) -> str:
   more = len(names) - most
   text = ", ".join(names[:most])
   return f"{text} and {more} more" if more > 0 else text
+
+
+def check_weights(config, tree: Mapping, path: str = "") -> None:
+  """Refuses weights that are wider than what the model computes in.
+
+  float32 is never too wide, as adapters, norms and gates are kept in it beside
+  bfloat16, and narrower weights are widened where they are used.
+
+  Args:
+    config: of the model.
+    tree: nested dicts of its weights.
+    path: where in them this is.
+  """
+  for name, leaf in tree.items():
+    if isinstance(leaf, Mapping):
+      check_weights(config, leaf, f"{path}{name}/")
+      continue
+    dtype, widest = jnp.dtype(leaf.dtype), wide_dtype(config.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+      raise ValueError(
+        f"the weights' {path}{name} are of dtype {dtype}: give floating numbers"
+      )
+    if dtype.itemsize > widest.itemsize:
+      raise ValueError(
+        f"the weights' {path}{name} are of dtype {dtype}, the model computes "
+        f"in {config.dtype} and its param_dtype is {config.param_dtype}: cast "
+        "them to it, or take a model of theirs"
+      )
 
 
 def check_chunk_size(name: str, value: int) -> None:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 import numpy as np
 
 from longstraw_jax.capture import capture, reverse_walk
-from longstraw_jax.checks import check_one_prompt, check_state
+from longstraw_jax.checks import check_one_prompt, check_state, check_weights
 from longstraw_jax.choices import response_choices
 from longstraw_jax.config import check_dtype
 from longstraw_jax.group_checks import check_group, token_mask
@@ -94,6 +94,7 @@ def group_gradient(
   """
   if page_grad_dtype is not None:
     check_dtype("page_grad_dtype", page_grad_dtype)
+  check_weights(model.config, params.merged())
   check_group(group, model.config.vocab_size, prompt_id, state)
   check_replay_sizes(block_size, members_at_once)
   real = np.shape(prompt)[0] if length is None else length
@@ -205,6 +206,7 @@ def branch_gradient(
     or reverse_chunks take; the objective's metrics.
   """
   check_one_prompt(state)
+  check_weights(model.config, params.merged())
   check_group(group, model.config.vocab_size, None, state)
   seen = check_fresh(params, state)
   if page_grad_dtype is not None:

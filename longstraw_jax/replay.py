@@ -12,6 +12,7 @@ from longstraw_jax.checks import (
   check_one_prompt,
   check_responses,
   check_temperature,
+  check_weights,
 )
 from longstraw_jax.choices import response_choices
 from longstraw_jax.group_checks import check_same_prompt
@@ -114,6 +115,7 @@ def replay_scores(
 ) -> tuple[Float[Array, "G R"], Float[Array, "G R"]]:
   """`replay`, and the entropy of the distribution each token came from."""
   check_one_prompt(state)
+  check_weights(model.config, params.merged())
   check_same_prompt(state=state.prompt_id, responses=prompt_id)
   check_responses(responses, lengths, None, model.config.vocab_size)
   check_replay_sizes(block_size, members_at_once)

@@ -9,7 +9,11 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from longstraw_jax.checks import check_chunk_size, check_one_prompt
+from longstraw_jax.checks import (
+  check_chunk_size,
+  check_one_prompt,
+  check_weights,
+)
 from longstraw_jax.models.model import Model, Params
 from longstraw_jax.ops.pages import Striping
 from longstraw_jax.ops.precision import wide_dtype
@@ -109,6 +113,7 @@ def rollout(
       on.
   """
   check_one_prompt(state)
+  check_weights(model.config, params.merged())
   check_fresh(params, state, allow_stale, scores_only=True)
   check_chunk_size("group_size", group_size)
   check_chunk_size("max_tokens", max_tokens)

@@ -12,6 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from longstraw_jax.checks import check_weights
 from longstraw_jax.config import LayerSpec, ModelConfig
 from longstraw_jax.models.contract import Choice, State, Update
 from longstraw_jax.models.layers import NORMS, PROJECTION, beside
@@ -505,6 +506,7 @@ def sequence_scores(
   model: Model, params: Params, tokens: Int[Array, "T"]
 ) -> tuple[Float[Array, "T-1"], Float[Array, "T-1"]]:
   """sequence_logprobs and the entropy at every position."""
+  check_weights(model.config, params.merged())
   inputs, targets = tokens[:-1], tokens[1:]
   length = inputs.shape[0]
   span = Span(
