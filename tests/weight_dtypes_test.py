@@ -117,8 +117,9 @@ class WeightDtypesTest(parameterized.TestCase):
     np.testing.assert_array_equal(found, expected)
 
   def test_adapters_of_float32_over_what_is_stored_narrower(self):
-    model, params = build("bfloat16", "bfloat16")
-    params = add_lora(model, params, jax.random.key(1), LoraConfig(rank=2))
+    model, _ = build("bfloat16", "bfloat16")
+    make = lambda key: add_lora(model, model.init(key), key, LoraConfig(rank=2))
+    params = jax.eval_shape(make, jax.random.key(1))
     self.assertEqual(
       {x.dtype for x in jax.tree.leaves(params.trainable)},
       {jnp.dtype("float32")},
