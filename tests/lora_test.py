@@ -26,6 +26,7 @@ from longstraw_jax import (
   group_gradient,
   replay,
   sequence_logprobs,
+  steps,
 )
 from longstraw_jax.lora import (
   LEAVES,
@@ -446,9 +447,11 @@ class PrefixFrozenTest(parameterized.TestCase):
     )
     reward = lambda prompt, response, info: sum(response.encode()) % 7 / 7
     trainer = Trainer(model, settings, task, ByteTokenizer(), reward)
-    programs = update._cache_size()
+    programs = steps._update._cache_size()
     learner, row = trainer.step(make_learner(params, OPTIMIZER), 0, None)
-    self.assertEqual(update._cache_size(), programs + 1)  # both with a state
+    self.assertEqual(
+      steps._update._cache_size(), programs + 1
+    )  # both with a state
     self.assertEqual(int(learner.step), 2)
     self.assertGreater(row["grad_norm"], 0)
     assert_same(learner.params.frozen, params.frozen)
