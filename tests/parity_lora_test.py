@@ -1,5 +1,6 @@
 """Adapters live against PEFT, in both directions: make test-parity."""
 
+import json
 import pathlib
 import tempfile
 
@@ -23,13 +24,15 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("default")]
 
 ATOL = 1e-4  # float32, logits of unit scale
-# PEFT takes every gate_proj of GLM-5 for those of its experts, which
-# transformers 5 holds as one tensor: it cannot adapt the other ones.
+# PEFT takes every gate_proj of GLM-5 for those of its experts: it cannot adapt
+# the others, of the shared expert and of dense layers.
 ATTENTION_ONLY = ("glm_dsa",)
 THEIR_TARGETS = {
   False: r".*\.(\w+_proj|in_proj_\w+|shared_expert_gate)",
   True: r".*\.self_attn\.(\w+_proj|kv_a_proj_with_mqa)",
 }
+MIXTURES = ("qwen_moe", "glm_dsa")
+EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def our_logits(model, params, ids):
@@ -74,9 +77,26 @@ class ParityTest(parameterized.TestCase):
 
   @parameterized.parameters(*files.NAMES)
   def test_peft_reads_ours(self, name):
+    self.check_ours(
+      name, r".*/mixer/\w+" if name in ATTENTION_ONLY else "all-linear"
+    )
+
+  @parameterized.product(
+    name=MIXTURES,
+    targets=(
+      ("experts",),
+      ("experts_gate_up",),
+      ("experts_down", "router"),
+      (r".*/mixer/\w+", "experts", "router"),
+    ),
+  )
+  def test_peft_reads_our_experts(self, name, targets):
+    self.check_ours(name, targets)
+
+  def check_ours(self, name, targets):
+    """Logits of PEFT's model with our adapters, against ours."""
     ids, _ = files.reference(name)
     model, base = load_pretrained(files.FOLDER / name)
-    targets = r".*/mixer/\w+" if name in ATTENTION_ONLY else "all-linear"
     config = LoraConfig(rank=4, alpha=10.0, targets=targets)
     params = trained(add_lora(model, base, jax.random.key(0), config))
     save_adapter(self.folder, model, params)
@@ -89,12 +109,37 @@ class ParityTest(parameterized.TestCase):
 
   @parameterized.parameters(*files.NAMES)
   def test_we_read_theirs(self, name):
+    targets = THEIR_TARGETS[name in ATTENTION_ONLY]
+    self.check_theirs(name, target_modules=targets)
+
+  @parameterized.product(
+    name=MIXTURES,
+    parameters=(
+      EXPERT_PARAMETERS,
+      EXPERT_PARAMETERS[:1],
+      ["mlp.experts.down_proj", "mlp.gate.weight"],
+    ),
+  )
+  def test_we_read_their_experts(self, name, parameters):
+    self.check_theirs(
+      name, target_modules=["o_proj"], target_parameters=parameters
+    )
+
+  def test_we_read_gate_and_up_that_peft_has_joined(self):
+    """Of twice the rank, by rank_pattern and alpha_pattern."""
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    self.check_theirs("glm_dsa", target_modules=targets)
+    settings = json.loads((self.folder / "adapter_config.json").read_text())
+    self.assertEqual(list(settings["rank_pattern"].values()), [8])
+
+  def check_theirs(self, name, **targets):
+    """Our logits with PEFT's adapters, against those of PEFT's model."""
     ids, _ = files.reference(name)
     model, base = load_pretrained(files.FOLDER / name)
     config = peft.LoraConfig(
       r=4,
       lora_alpha=10,
-      target_modules=THEIR_TARGETS[name in ATTENTION_ONLY],
+      **targets,
       init_lora_weights=False,  # B random
       task_type="CAUSAL_LM",
     )
