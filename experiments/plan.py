@@ -54,8 +54,8 @@ COLUMNS = (
 WORK_COLUMNS = "phase P teraflops seconds_floor largest_collective compiled"
 
 
-def parse_train(text: str) -> LoraConfig | None:
-  """None for "all", adapters for "lora:<rank>"."""
+def parse_train(text: str, exclude=()) -> LoraConfig | None:
+  """None for "all", adapters for "lora:<rank>" but on what is excluded."""
   if text == "all":
     return None
   kind, _, rank = text.partition(":")
@@ -65,7 +65,7 @@ def parse_train(text: str) -> LoraConfig | None:
     text,
     "use all, or lora:<rank> such as lora:16",
   )
-  return LoraConfig(rank=int(rank))
+  return LoraConfig(rank=int(rank), exclude=tuple(exclude))
 
 
 def parse_device(values: dict) -> GpuTarget:
@@ -114,7 +114,7 @@ def parse_config(values: dict) -> PlanConfig:
     values,
     skip=SHARED,
     target=parse_device(values),
-    lora=parse_train(values["train"]),
+    lora=parse_train(values["train"], values["lora_exclude"]),
     nf4=base == "nf4",
     optimizer=OptimizerConfig(master_dtype=values["master_dtype"]),
   )
@@ -273,6 +273,9 @@ def define_flags() -> None:
   config_flags.define_optional(TARGET, "device_")
   config_flags.define(SIZES, skip=SHARED)
   flags.DEFINE_string("train", "all", "all, or lora:<rank>.")
+  flags.DEFINE_list(
+    "lora_exclude", [], "Maps without an adapter, such as experts."
+  )
   flags.DEFINE_string("base", "bf16", "How frozen weights are stored.")
   flags.DEFINE_string("optimizer", "adamw", "Of the trained weights.")
   flags.DEFINE_string(

@@ -87,7 +87,11 @@ def define_flags() -> None:
   flags.DEFINE_list(
     "lora_targets",
     list(LORA.targets),
-    "Maps that get an adapter: all-linear, or ends of their paths.",
+    "Maps that get an adapter: all-linear (experts among them), experts, or "
+    "ends of their paths.",
+  )
+  flags.DEFINE_list(
+    "lora_exclude", [], "Maps that get none after all, named in the same way."
   )
   flags.DEFINE_enum(
     "base", "native", BASES, "How weights that do not learn are stored."
@@ -97,7 +101,7 @@ def define_flags() -> None:
 FLAG_NAMES = (
   "preset tokenizer stop_token_ids begin_token ignore_keys"
   " param_dtype"
-  " lora_rank lora_alpha lora_targets base"
+  " lora_rank lora_alpha lora_targets lora_exclude base"
 ).split()
 
 
@@ -163,6 +167,7 @@ def build_policy(values: Mapping[str, Any]) -> Policy:
       rank=rank,
       alpha=values["lora_alpha"],
       targets=tuple(values["lora_targets"]),
+      exclude=tuple(values["lora_exclude"]),
     )
     key = jax.random.fold_in(jax.random.key(seed), 1)
     params = add_lora(model, params, key, config)

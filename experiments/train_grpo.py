@@ -73,6 +73,7 @@ def main(argv):
   warm = values["warm_start_max_steps"]
   run = training.build_run(values, training.Progress(warm + values["steps"]))
   training.print_policy(run)
+  training.print_coverage(run)
   rows = claim_rows(run.execute())
   if not is_leader():
     return 0

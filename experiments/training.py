@@ -19,6 +19,7 @@ from longstraw_jax.checkpoint import Checkpoints
 from longstraw_jax.checks import differences
 from longstraw_jax.disk import write_whole
 from longstraw_jax.distributed import is_leader
+from longstraw_jax.lora import has_lora, lora_coverage
 from longstraw_jax.rewards import load_reward
 from longstraw_jax.run import Run
 from longstraw_jax.run_config import RunConfig, WarmStartConfig
@@ -281,6 +282,13 @@ def _mesh(context: int, member: int):
       f"{jax.device_count()} devices"
     )
   return make_mesh(context, member)
+
+
+def print_coverage(run: Run) -> None:
+  """One line on how far adapters reach, where they are what learns."""
+  params = jax.eval_shape(lambda: run.initial_params(0))
+  if has_lora(params) and is_leader():
+    print(lora_coverage(run.trainer.model, params), flush=True)
 
 
 def print_policy(run: Run) -> None:

@@ -14,9 +14,11 @@ from longstraw_jax.config import (
 from longstraw_jax.group import branch_gradient, group_gradient
 from longstraw_jax.lora import (
   LoraConfig,
+  LoraCoverage,
   add_lora,
   drop_lora,
   has_lora,
+  lora_coverage,
   merge_lora,
 )
 from longstraw_jax.models.contract import State, Update
@@ -59,6 +61,7 @@ __all__ = [
   "LatentConfig",
   "LayerSpec",
   "LoraConfig",
+  "LoraCoverage",
   "MoEConfig",
   "Model",
   "ModelConfig",
@@ -88,6 +91,7 @@ __all__ = [
   "has_lora",
   "load_pretrained",
   "load_state",
+  "lora_coverage",
   "make_mesh",
   "merge",
   "merge_lora",

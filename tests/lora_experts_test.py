@@ -1,6 +1,8 @@
 """Adapters on mixtures: gradients, targets, coverage, and what they reach."""
 
+import contextlib
 import functools
+import io
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import training
 from longstraw_jax import (
   PRESETS,
   Model,
@@ -367,6 +370,24 @@ class CoverageTest(parameterized.TestCase):
     self.assertIn("(15,264 of 36,576)", text)
     self.assertIn("left out: ffn/experts_down (6,912), ffn/experts_gate", text)
     self.assertTrue(text.endswith("embedding and head"), text)
+
+  def test_a_run_prints_it_at_its_start(self):
+    config = LoraConfig(rank=3, targets="router")
+
+    def start(seed, lora=config):
+      key = jax.random.key(seed)
+      params = TINY_MOE.init(key)
+      return add_lora(TINY_MOE, params, key, lora) if lora else params
+
+    out = io.StringIO()
+    trainer = mock.Mock(model=TINY_MOE)
+    with contextlib.redirect_stdout(out):
+      training.print_coverage(mock.Mock(initial_params=start, trainer=trainer))
+      all_learn = functools.partial(start, lora=None)
+      training.print_coverage(
+        mock.Mock(initial_params=all_learn, trainer=trainer)
+      )
+    self.assertEqual(out.getvalue(), f"{lora_coverage(TINY_MOE, config)}\n")
 
   def test_the_mixture_of_the_issue(self):
     """Without its experts 4.2 % of the 35B are reached, with them all."""

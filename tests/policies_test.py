@@ -22,6 +22,7 @@ VALUES = {
   "lora_rank": 0,
   "lora_alpha": 32.0,
   "lora_targets": ["all-linear"],
+  "lora_exclude": [],
   "base": "native",
 }
 
@@ -70,6 +71,7 @@ class PoliciesTest(parameterized.TestCase):
     ({"preset": "huge"}, "'huge' is neither one of"),
     ({"base": "nf4"}, "give a lora_rank"),
     ({"lora_rank": 2, "lora_targets": ["nothing"]}, "nothing"),
+    ({"lora_rank": 2, "lora_exclude": ["nothing"]}, "exclude.*nothing"),
   )
   def test_refused(self, changes, message):
     with self.assertRaisesRegex(ValueError, message):
