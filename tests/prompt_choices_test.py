@@ -173,6 +173,7 @@ class GradientTest(parameterized.TestCase):
   def test_equals_a_conventional_pass(self):
     check_gradient("tiny-moe", "full")
 
+  @pytest.mark.slow
   def test_by_jax_grad(self):
     check_gradient("tiny-moe", "tail", composed=True)
 
