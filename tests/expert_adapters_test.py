@@ -147,6 +147,23 @@ class AdaptersTest(parameterized.TestCase):
     )
     self.assert_close(got, wanted)
 
+  def test_every_loss_over_a_frozen_base(self):
+    """What alone learns must not be summed over losses either."""
+    (x, gate_up, down, w), ids, dy = arrays(7, 2, 4, members=(M,))
+    pairs = adapters(4)
+
+    def gradients(call):
+      def one(x, w, ids, dy):
+        value = lambda pairs: (
+          call(x, gate_up, down, w, *pairs, ids) * dy
+        ).sum()
+        return jax.grad(value)(pairs)
+
+      return jax.jit(jax.vmap(one))(x, w, ids, dy)
+
+    wanted = gradients(merged_dense)
+    self.assert_close(gradients(adapted_blocks(4)), wanted)
+
   def test_every_loss_of_several_members(self):
     operands, ids, dy = arrays(7, 2, 4, members=(2, M))
     operands = (*operands, *adapters(4))
