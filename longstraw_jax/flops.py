@@ -308,8 +308,9 @@ def phase_flops(
 ) -> dict[str, float]:
   """Operations of group_gradient by phase; scopes "full" or constant ones.
 
-  config.saved says what the walks recompute. An adapter's own products, under
-  1 % of its map's, are not counted.
+  config.saved says what the walks recompute. An adapter's own products are not
+  counted: r (1 / inputs + 1 / outputs) of its map's, at rank 16 under 1 % for
+  the 27B and 2 to 4 % for experts of the 35B.
 
   Args:
     config: the model.
