@@ -88,7 +88,7 @@ def arrays(*lead):
   return normal(size=(*lead, T, N, H)), normal(size=(*lead, T, N, H))
 
 
-def loss_of(name, shards, rows, member=None, heads_apart=False):
+def loss_of(name, shards, rows, member=None, heads=None):
   """(q, w, tap) -> weighed outputs of a read that follows another one."""
   striping = Striping(CHUNK, shards) if shards > 1 else None
 
@@ -97,15 +97,20 @@ def loss_of(name, shards, rows, member=None, heads_apart=False):
     return Segment(rows, tap, layer, length, start, member, striping)
 
   def loss(q, w, tap):
-    if heads_apart:
+    if heads:
       # A mixer may batch its own reads; these are not members.
       halves = q.reshape(2, T, N // 2, H)
       if name not in FLAT:
         halves = jnp.repeat(halves, 2, axis=2)
       one = lambda q, tap: read(name, q, segment(tap))
-      o, taps = jax.vmap(one, (0, None))(halves, tap)
+      if heads == "vmap":
+        o, taps = jax.vmap(one, (0, None))(halves, tap)
+        tap = jax.tree.map(lambda x: x[0], taps)
+      else:
+        first, tap = one(halves[0], tap)
+        second, tap = one(halves[1], tap)
+        o = jnp.stack([first, second])
       o = o[:, :, : N // 2].reshape(T, N, H)
-      tap = jax.tree.map(lambda x: x[0], taps)
     else:
       o, tap = read(name, q, segment(tap))
     second, tap = read(name, jnp.sin(q + o), segment(tap))
@@ -139,11 +144,11 @@ def stack(trees):
 
 
 class ReadersTest(parameterized.TestCase):
-  def singles(self, name, shape, q, w):
+  def singles(self, name, shape, q, w, heads=None):
     """(gradient of q, of the rows) of each call alone."""
 
     def one(rows, q, w):
-      loss = loss_of(name, shape[0], rows)
+      loss = loss_of(name, shape[0], rows, heads=heads)
       return jax.grad(loss, (0, 2))(q, w, jax.tree.map(jnp.asarray, rows))
 
     run = lambda rows, q, w: jax.lax.map(lambda x: one(rows, *x), (q, w))
@@ -164,8 +169,8 @@ class ReadersTest(parameterized.TestCase):
       )
       gradient = jax.grad(alone, (0, 2))
 
-      def members(q, w, tap, heads_apart=False):
-        one = lambda i, q, w, tap: loss(i, heads_apart)(q, w, tap)
+      def members(q, w, tap, heads=None):
+        one = lambda i, q, w, tap: loss(i, heads)(q, w, tap)
         values = jax.vmap(one, (0, 0, 0, None))(jnp.arange(B), q, w, tap)
         return values.sum()
 
@@ -181,7 +186,7 @@ class ReadersTest(parameterized.TestCase):
         "losses": jax.vmap(gradient, (0, 0, None))(q, w, tap),
         "sum": jax.grad(unmarked, (0, 2))(q, w, tap),
         "members": jax.grad(members, (0, 2))(q, w, tap),
-        "heads": jax.grad(functools.partial(members, heads_apart=True), (0, 2))(
+        "heads": jax.grad(functools.partial(members, heads="vmap"), (0, 2))(
           q, w, tap
         ),
         "losses of members": twice(members)(both(q, -q), both(w, 2 * w), tap),
@@ -195,6 +200,9 @@ class ReadersTest(parameterized.TestCase):
     assert_close(got["losses"], wanted)
     for form in ("sum", "members"):
       assert_close(got[form], total)
+    apart = self.singles(name, shape, q, w, "loop")
+    of_all = (apart[0], jax.tree.map(lambda x: x.sum(0), apart[1]))
+    assert_close(got["heads"], of_all)
     assert_close(jax.tree.map(lambda x: x[0], got["losses of members"]), total)
     turned = self.singles(name, shape, -q, 2 * w)
     turned = (turned[0], jax.tree.map(lambda x: x.sum(0), turned[1]))

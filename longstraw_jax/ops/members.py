@@ -13,6 +13,7 @@ jax.vmap and of no other, and hands the number on to whatever is shared
 """
 
 from collections.abc import Callable
+import functools
 
 import jax
 from jax import lax
@@ -120,7 +121,11 @@ def one_gradient_for_members(
   def rule(axis_size, batched, member, own, shared):
     numbered, has_own, has_shared = batched
     if any_leaf(has_shared) or not (numbered or not shared_learns):
-      return several(apart, [has_own, has_shared], (own, shared))
+      batched, args = [has_own, has_shared], (own, shared)
+      if member is not None and not numbered:
+        # Calls inside a member: each must meet the rule for members again.
+        return one_by_one(functools.partial(backward, member), batched, args)
+      return several(apart, batched, args)
     member = None if numbered else member
     if not any_leaf(has_own):
       # Nothing that the members read differs, so what came out was one for all
