@@ -183,6 +183,14 @@ class GroupAdvantagesTest(parameterized.TestCase):
 
 
 class PiecesTest(parameterized.TestCase):
+  @parameterized.parameters("token", "sequence")
+  def test_old_scores_are_constants_of_the_ratio(self, level):
+    """Also where they are functions of what is differentiated."""
+    scores = jnp.asarray([[-1.0, -2.0, -0.5], [-0.1, -3.0, -1.0]])
+    mask = jnp.asarray([[True, True, False], [True, True, True]])
+    ratio = lambda x: objectives.importance_ratio(x, x, mask, level).sum()
+    np.testing.assert_allclose(jax.grad(ratio)(scores), mask, rtol=1e-6)
+
   def test_ratio_by_hand(self):
     mask_GR = jnp.asarray([[True, True, False], [True, False, False]])
     old_GR = jnp.full((2, 3), -1.0)
